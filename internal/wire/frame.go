@@ -19,33 +19,56 @@ const (
 	frameGoodbye    = "goodbye"
 )
 
-// EncodeFrame encodes v, a pointer to one of the handshake structs, as the JSON
-// object of a frame. Raw JSON inside keeps its bytes: the fingerprint in an
-// ACCEPT is a hash over them.
-func EncodeFrame(v any) (json.RawMessage, error) {
-	name := ""
-	switch v.(type) {
-	case *Hello:
-		name = frameHello
-	case *Welcome:
-		name = frameWelcome
-	case *Declare:
-		name = frameDeclare
-	case *Accept:
-		name = frameAccept
-	case *Refuse:
-		name = frameRefuse
-	case *Reset:
-		name = frameReset
-	case *StatsRequest:
-		name = frameStats
-	case *StatsReply:
-		name = frameStatsReply
-	case *Goodbye:
-		name = frameGoodbye
-	default:
-		return nil, fmt.Errorf("%w: %T is not a frame", ErrInvalid, v)
-	}
+// Every frame encodes itself with its type in front, so that it can be handed to
+// whatever sends JSON. Senders must not escape HTML: the fingerprint in an
+// ACCEPT is a hash over the bytes of the namespace beside it.
+
+func (f Hello) MarshalJSON() ([]byte, error) {
+	type plain Hello // without this method
+	return encode(frameHello, plain(f))
+}
+
+func (f Welcome) MarshalJSON() ([]byte, error) {
+	type plain Welcome // without this method
+	return encode(frameWelcome, plain(f))
+}
+
+func (f Declare) MarshalJSON() ([]byte, error) {
+	type plain Declare // without this method
+	return encode(frameDeclare, plain(f))
+}
+
+func (f Accept) MarshalJSON() ([]byte, error) {
+	type plain Accept // without this method
+	return encode(frameAccept, plain(f))
+}
+
+func (f Refuse) MarshalJSON() ([]byte, error) {
+	type plain Refuse // without this method
+	return encode(frameRefuse, plain(f))
+}
+
+func (f Reset) MarshalJSON() ([]byte, error) {
+	type plain Reset // without this method
+	return encode(frameReset, plain(f))
+}
+
+func (f StatsRequest) MarshalJSON() ([]byte, error) {
+	type plain StatsRequest // without this method
+	return encode(frameStats, plain(f))
+}
+
+func (f StatsReply) MarshalJSON() ([]byte, error) {
+	type plain StatsReply // without this method
+	return encode(frameStatsReply, plain(f))
+}
+
+func (f Goodbye) MarshalJSON() ([]byte, error) {
+	type plain Goodbye // without this method
+	return encode(frameGoodbye, plain(f))
+}
+
+func encode(name string, v any) ([]byte, error) {
 	var b bytes.Buffer
 	fmt.Fprintf(&b, `{"type":%q,`, name)
 	start := b.Len()
