@@ -1,0 +1,191 @@
+package tier
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+
+	"github.com/kvtier/kvtier/internal/sys"
+)
+
+// lockID names a root by its directory's inode: a path can be written in many ways.
+type lockID struct{ dev, ino uint64 }
+
+// processLocks holds the lock files that this process has open, one for each
+// root whatever number of Roots point there. A POSIX lock does not exclude
+// within the process, and is lost when any descriptor of the file is closed; so
+// no second one may exist, and the table decides who in the process leads.
+var processLocks = struct {
+	sync.Mutex
+	open map[lockID]*processLock
+}{open: map[lockID]*processLock{}}
+
+type processLock struct {
+	id    lockID
+	file  *sys.LockFile
+	owner *Root // who has the lock; nil when nobody in this process does
+	users map[*Root]struct{}
+}
+
+// lockHolder is the content of the lock file: who holds it, in a form that stays
+// true when pids are used again.
+type lockHolder struct {
+	PID   int    `json:"pid"`
+	Start uint64 `json:"start"` // clock ticks since boot
+	Boot  string `json:"boot"`
+}
+
+// TryLock makes this Root the leader of its directory. When somebody else leads,
+// holder says who, for people to read. It never waits. Once it has succeeded,
+// it succeeds until Close.
+func (r *Root) TryLock() (ok bool, holder string, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return false, "", fmt.Errorf("root %s: %w", r.path, ErrClosed)
+	}
+	if r.session != 0 {
+		return true, "", nil
+	}
+	processLocks.Lock()
+	defer processLocks.Unlock()
+	if r.lock == nil {
+		if r.lock, err = useLock(r); err != nil {
+			return false, "", err
+		}
+	}
+	p := r.lock
+	if p.owner != nil {
+		return false, "this process", nil
+	}
+	if err := p.follow(r.path); err != nil {
+		return false, "", err
+	}
+	got, err := p.file.TryLock()
+	if err != nil {
+		return false, "", fmt.Errorf("root %s: %w", r.path, err)
+	}
+	if !got {
+		return false, p.holder(), nil
+	}
+	// The name may have been given to a new file between open and lock: then the
+	// lock excludes nobody.
+	if same, err := p.current(r.path); err != nil || !same {
+		return false, "", errors.Join(err, p.file.Unlock())
+	}
+	me := lockHolder{PID: os.Getpid(), Start: sys.ProcessStart(os.Getpid()), Boot: sys.BootID()}
+	b, err := json.Marshal(me)
+	if err == nil {
+		err = p.file.WriteText(string(b) + "\n")
+	}
+	if err != nil {
+		return false, "", errors.Join(fmt.Errorf("root %s: write %s: %w", r.path, lockFileName, err), p.file.Unlock())
+	}
+	p.owner = r
+	for r.session == 0 {
+		var b [8]byte
+		rand.Read(b[:])
+		r.session = binary.LittleEndian.Uint64(b[:])
+	}
+	return true, "", nil
+}
+
+// StillLocked reports whether the lock file by which this Root leads still
+// stands in its directory. When somebody deleted the directory under a running
+// leader, another process can lead a new one at the same path.
+func (r *Root) StillLocked() bool {
+	r.mu.Lock()
+	p := r.lock
+	leads := r.session != 0 && !r.closed
+	r.mu.Unlock()
+	if !leads {
+		return false
+	}
+	// No lock is held over these calls: the disk may hang. The file of a lock that
+	// is held is not exchanged, and that it is closed meanwhile is an error.
+	same, err := p.current(r.path)
+	return err != nil || same // an error proves nothing
+}
+
+// useLock needs processLocks locked.
+func useLock(r *Root) (*processLock, error) {
+	id := lockID{r.id.Dev, r.id.Ino}
+	p := processLocks.open[id]
+	if p == nil {
+		f, err := sys.OpenLock(filepath.Join(r.path, lockFileName))
+		if err != nil {
+			return nil, fmt.Errorf("root %s: %w", r.path, err)
+		}
+		p = &processLock{id: id, file: f, users: map[*Root]struct{}{}}
+		processLocks.open[id] = p
+	}
+	p.users[r] = struct{}{}
+	return p, nil
+}
+
+// follow opens the lock file anew when its name means another file by now. Only
+// while nobody in this process has the lock: closing the old file would drop it.
+func (p *processLock) follow(root string) error {
+	same, err := p.current(root)
+	if err != nil || same {
+		return err
+	}
+	f, err := sys.OpenLock(filepath.Join(root, lockFileName))
+	if err != nil {
+		return fmt.Errorf("root %s: %w", root, err)
+	}
+	old := p.file
+	p.file = f
+	return old.Close()
+}
+
+func (p *processLock) current(root string) (bool, error) {
+	mine, err := p.file.Stat()
+	if err != nil {
+		return false, fmt.Errorf("root %s: %w", root, err)
+	}
+	now, err := sys.Lstat(filepath.Join(root, lockFileName))
+	if absent(err) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("root %s: %w", root, err)
+	}
+	return mine.SameFile(&now), nil
+}
+
+func (p *processLock) holder() string {
+	var h lockHolder
+	err := json.Unmarshal([]byte(p.file.ReadText()), &h)
+	// The kernel knows the pid as this pid namespace sees it; the file has it as
+	// the holder sees itself.
+	if pid := p.file.Holder(); pid != 0 {
+		return fmt.Sprintf("process %d", pid)
+	}
+	if err != nil || h.PID == 0 {
+		return "another process"
+	}
+	return fmt.Sprintf("process %d (its own number, not visible from here)", h.PID)
+}
+
+// release takes r out of the table and drops the lock if r has it.
+func (p *processLock) release(r *Root) error {
+	processLocks.Lock()
+	defer processLocks.Unlock()
+	delete(p.users, r)
+	var err error
+	if p.owner == r {
+		p.owner = nil
+		err = p.file.Unlock()
+	}
+	if len(p.users) == 0 {
+		delete(processLocks.open, p.id)
+		err = errors.Join(err, p.file.Close())
+	}
+	return err
+}

@@ -1,0 +1,418 @@
+package tier
+
+import (
+	"errors"
+	"path/filepath"
+	"slices"
+	"strconv"
+
+	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/sys"
+)
+
+const (
+	scanners = 8
+	// scanList as a unit of work is the namespace's directory itself, which tells
+	// what subdirectories there are; the others are the number of a subdirectory.
+	scanList = 256
+)
+
+// scan works through the directories until every one is known.
+func (s *Store) scan() {
+	for {
+		s.mu.Lock()
+		n, unit, ok := s.nextUnit()
+		for !ok && !s.budget.known && !s.ending {
+			s.changed.Wait()
+			n, unit, ok = s.nextUnit()
+		}
+		done := !ok || s.ending
+		s.mu.Unlock()
+		if done {
+			return
+		}
+		err := s.scanUnit(n, unit)
+		s.endUnit(n, unit, err)
+		s.judge(n)
+	}
+}
+
+// nextUnit prefers namespaces in use. Needs mu.
+func (s *Store) nextUnit() (*namespaceDir, int, bool) {
+	var pick *namespaceDir
+	for _, n := range s.dirs {
+		if len(n.todo) > 0 && (pick == nil || pick.disk == nil && n.disk != nil) {
+			pick = n
+		}
+	}
+	if pick == nil {
+		s.checkKnown()
+		return nil, 0, false
+	}
+	unit := pick.todo[len(pick.todo)-1]
+	pick.todo = pick.todo[:len(pick.todo)-1]
+	return pick, unit, true
+}
+
+func (s *Store) endUnit(n *namespaceDir, unit int, err error) {
+	if err != nil {
+		s.diskError("scan "+n.name, err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n.left--
+	if err != nil {
+		if len(n.failed) == 0 {
+			s.log.Warn("cache directory cannot be read, nothing is written until it can", "path", n.path, "cause", err)
+		}
+		n.failed = append(n.failed, unit)
+		n.retryAt = s.now().Add(scanRetry)
+	}
+	s.checkKnown()
+	s.changed.Broadcast()
+}
+
+// checkKnown opens the way for writes once every byte is counted. Needs mu.
+func (s *Store) checkKnown() {
+	if s.budget.known || slices.ContainsFunc(s.dirs, func(n *namespaceDir) bool { return !n.scanned() }) {
+		return
+	}
+	s.budget.known = true
+	s.lanes.open()
+	s.changed.Broadcast()
+}
+
+// retryScan puts failed units back to work. Needs mu.
+func (s *Store) retryScan() {
+	for _, n := range s.dirs {
+		if len(n.failed) > 0 && !s.now().Before(n.retryAt) {
+			n.todo = append(n.todo, n.failed...)
+			n.left += len(n.failed)
+			n.failed = n.failed[:0]
+			s.changed.Broadcast()
+		}
+	}
+}
+
+func (s *Store) scanUnit(n *namespaceDir, unit int) error {
+	if unit == scanList {
+		return s.scanTop(n)
+	}
+	sub := subName(unit)
+	dir := filepath.Join(n.path, sub)
+	names, err := s.fs.ReadNames(dir)
+	if absent(err) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if err := s.countDir(n, unit); err != nil && !absent(err) {
+		return err
+	}
+	if len(names) == 0 {
+		n.stripes[unit].Lock()
+		s.dropEmptyDir(n, unit)
+		n.stripes[unit].Unlock()
+	}
+	for _, name := range names {
+		if k, ok := chunk.ParseFileName(name); ok {
+			if chunk.SubDir(k) != sub {
+				s.count.inc(s.count.rejected, "path")
+			} else if err := s.adopt(n, k); err != nil && !absent(err) {
+				return err
+			}
+			continue
+		}
+		if _, session, _, ok := chunk.ParseTempName(name); !ok {
+			s.count.inc(s.count.rejected, "name")
+		} else if session != s.session {
+			if err := s.sweep(filepath.Join(dir, name)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (s *Store) scanTop(n *namespaceDir) error {
+	names, err := s.fs.ReadNames(n.path)
+	if absent(err) {
+		return nil // removed since the root was listed
+	}
+	if err != nil {
+		return err
+	}
+	if err := s.countDir(n, scanList); err != nil {
+		return err
+	}
+	var units []int
+	for _, name := range names {
+		if unit, ok := parseSubName(name); ok {
+			st, err := s.fs.Lstat(filepath.Join(n.path, name))
+			if err != nil && !absent(err) {
+				return err
+			}
+			if err == nil && st.Directory() {
+				units = append(units, unit)
+			} else {
+				s.count.inc(s.count.rejected, "type")
+			}
+			continue
+		}
+		if name != sidecarName && name != sidecarTemp {
+			s.count.inc(s.count.rejected, "name")
+		}
+	}
+	s.mu.Lock()
+	n.todo = append(n.todo, units...)
+	n.left += len(units)
+	s.mu.Unlock()
+	return nil
+}
+
+// sweep removes a temp file. Whoever has the lock owns all of them, and no session
+// but this one is alive.
+func (s *Store) sweep(path string) error {
+	if err := s.fs.Unlink(path); err != nil {
+		if absent(err) {
+			return nil
+		}
+		return err
+	}
+	s.count.add(&s.count.swept, 1)
+	return nil
+}
+
+// countDir accounts what a directory itself takes; with the namespace's own come
+// the sidecar's bytes.
+func (s *Store) countDir(n *namespaceDir, unit int) error {
+	path := n.path
+	if unit != scanList {
+		path = filepath.Join(path, subName(unit))
+	}
+	st, err := s.fs.Lstat(path)
+	if err != nil {
+		return err
+	}
+	bytes := st.Allocated
+	if unit == scanList {
+		for _, name := range []string{sidecarName, sidecarTemp} {
+			st, err := s.fs.Lstat(filepath.Join(n.path, name))
+			if err != nil && !absent(err) {
+				return err
+			}
+			bytes += st.Allocated
+		}
+	}
+	s.mu.Lock()
+	s.budget.add(bytes - n.dirBytes[unit])
+	n.dirBytes[unit] = bytes
+	s.mu.Unlock()
+	return nil
+}
+
+// adopt makes the file of a key known, if there is one and if it is not known yet.
+// Whether it fits the namespace is decided by what the entry says.
+func (s *Store) adopt(n *namespaceDir, k chunk.Key) error {
+	stripe := &n.stripes[k[0]]
+	stripe.Lock()
+	defer stripe.Unlock()
+	s.mu.Lock()
+	known := n.index.find(k) != nil
+	s.mu.Unlock()
+	if known {
+		return nil
+	}
+	st, err := s.fs.Lstat(n.filePath(k))
+	if err != nil {
+		return err
+	}
+	if !st.Regular() {
+		s.count.inc(s.count.rejected, "type")
+		return nil
+	}
+	now := s.now().UnixNano()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	cost := accounted(&st)
+	e := n.index.add(k, min(st.ModifiedNS, now), st.Size, cost)
+	s.budget.add(cost)
+	if st.Links != 1 {
+		e.flags |= entryLinked
+	}
+	if n.disk != nil {
+		s.classify(n, e)
+	}
+	return nil
+}
+
+// accounted is what a file costs. Some file systems allocate late: what it will
+// take in the end counts from the start.
+func accounted(st *sys.Stat) int64 { return max(st.Allocated, (st.Size+511)/512*512) }
+
+// classify counts an entry as adopted or rejected, once. Needs mu.
+func (s *Store) classify(n *namespaceDir, e *diskEntry) {
+	if e.has(entryCounted | entryNewer) {
+		return
+	}
+	e.flags |= entryCounted
+	switch {
+	case e.has(entryLinked):
+		s.count.inc(s.count.rejected, "links")
+	case e.size != n.disk.layout.FileBytes:
+		n.suspects = append(n.suspects, e.key)
+	default:
+		s.count.add(&s.count.adopted, 1)
+	}
+}
+
+// bind gives a directory to the Disk of its namespace, whose sidecar is checked.
+func (s *Store) bind(n *namespaceDir, d *Disk) {
+	s.mu.Lock()
+	if !slices.Contains(s.dirs, n) {
+		s.dirs = append(s.dirs, n)
+		if n.left > 0 {
+			s.budget.known = false
+			s.spawn("disk scan", s.scan) // the first ones may have ended
+		}
+	}
+	n.disk = d
+	s.budget.setLargest(d.layout.FileBytes)
+	s.changed.Broadcast()
+	s.mu.Unlock()
+	s.spawn("disk adoption", func() {
+		// What the scan found before it was known what fits. One page at a time, so
+		// that nobody waits for the lock.
+		for page := 0; ; page++ {
+			s.mu.Lock()
+			if page >= len(n.index.pages) || s.ending {
+				s.mu.Unlock()
+				break
+			}
+			for i := range n.index.pages[page] {
+				e := &n.index.pages[page][i]
+				if at, used := n.index.byKey[e.key]; used && n.index.at(at) == e {
+					s.classify(n, e)
+				}
+			}
+			s.mu.Unlock()
+		}
+		s.judge(n)
+	})
+}
+
+// judge looks at files of a wrong size. What a newer version wrote stays, even if
+// nothing else is known of it; what is proved wrong goes.
+func (s *Store) judge(n *namespaceDir) {
+	for {
+		s.mu.Lock()
+		if len(n.suspects) == 0 || s.ending || !s.ok() {
+			s.mu.Unlock()
+			return
+		}
+		k := n.suspects[len(n.suspects)-1]
+		n.suspects = n.suspects[:len(n.suspects)-1]
+		s.mu.Unlock()
+		if err := s.judgeSize(n, k); err != nil && !absent(err) {
+			s.diskError("look at "+chunk.FileName(k), err)
+		}
+	}
+}
+
+func (s *Store) judgeSize(n *namespaceDir, k chunk.Key) error {
+	f, err := s.fs.Open(n.filePath(k), sys.OpenRead|sys.OpenNonblock)
+	if err != nil {
+		return err
+	}
+	st, newer, err := tailIsNewer(f)
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	if err != nil {
+		return err
+	}
+	if newer {
+		s.count.inc(s.count.rejected, "newer")
+		s.markNewer(n, k)
+		return nil
+	}
+	again, err := s.fs.Lstat(n.filePath(k))
+	if err != nil {
+		return err
+	}
+	if again.SameFile(&st) && again.Size == st.Size && st.Size != n.disk.layout.FileBytes {
+		s.count.inc(s.count.rejected, "size")
+		return s.unlinkProved(n, k, &st)
+	}
+	return nil
+}
+
+// tailIsNewer reads the page where a footer would be.
+func tailIsNewer(f OpenFile) (sys.Stat, bool, error) {
+	st, err := f.Stat()
+	if err != nil || st.Size < chunk.FooterBytes {
+		return st, false, err
+	}
+	page := make([]byte, chunk.FooterBytes)
+	n, err := f.ReadV([][]byte{page}, st.Size-chunk.FooterBytes)
+	if err != nil || n < len(page) {
+		return st, false, err
+	}
+	_, err = chunk.DecodeFooter(page)
+	return st, errors.Is(err, chunk.ErrNewerMajor), nil
+}
+
+// markNewer keeps a file from being served and from being replaced.
+func (s *Store) markNewer(n *namespaceDir, k chunk.Key) {
+	s.mu.Lock()
+	if e := n.index.find(k); e != nil {
+		e.flags |= entryNewer
+	}
+	s.mu.Unlock()
+}
+
+// unlinkProved removes a file that was shown to be wrong, unless another one has
+// its name by now.
+func (s *Store) unlinkProved(n *namespaceDir, k chunk.Key, seen *sys.Stat) error {
+	stripe := &n.stripes[k[0]]
+	stripe.Lock()
+	defer stripe.Unlock()
+	path := n.filePath(k)
+	st, err := s.fs.Lstat(path)
+	if err == nil && !st.SameFile(seen) {
+		return nil
+	}
+	if err == nil {
+		err = s.fs.Unlink(path)
+	}
+	if err != nil && !absent(err) {
+		return err
+	}
+	s.forget(n, k)
+	return nil
+}
+
+// forget drops the entry of a file that is gone. Needs the stripe.
+func (s *Store) forget(n *namespaceDir, k chunk.Key) {
+	s.mu.Lock()
+	if e := n.index.find(k); e != nil {
+		s.budget.freed(e.bytes())
+		n.index.remove(e)
+		s.changed.Broadcast()
+	}
+	s.mu.Unlock()
+}
+
+func subName(unit int) string {
+	const digits = "0123456789abcdef"
+	return string([]byte{digits[unit>>4], digits[unit&15]})
+}
+
+func parseSubName(name string) (int, bool) {
+	n, err := strconv.ParseUint(name, 16, 8)
+	if err != nil || subName(int(n)) != name {
+		return 0, false
+	}
+	return int(n), true
+}

@@ -1,0 +1,390 @@
+package tier
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+	"time"
+
+	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/sys"
+)
+
+// WriteJob is one chunk to be kept on disk.
+type WriteJob struct {
+	Key, Parent chunk.Key
+	Ordinal     uint32
+	Payload     []byte   // P bytes, should be page aligned; unchanged and mapped until Done
+	Hash        [16]byte // of Payload, taken when the chunk was published
+	Done        func(error)
+}
+
+type writeJob struct {
+	d     *Disk
+	w     WriteJob
+	dones []func(error) // of this and of equal jobs that came while it waited
+
+	removed bool // guarded by Store.mu: must not become visible
+}
+
+// Write queues a chunk. True: Done will be called once, with nil when the chunk is
+// on disk, also when it was there before (which costs nothing). False: it was
+// dropped and counted, and Done is not called.
+func (d *Disk) Write(w WriteJob) bool {
+	s := d.s
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	why := ""
+	e := d.dir.index.find(w.Key)
+	pending := d.pending[w.Key]
+	bytes := int64(len(w.Payload))
+	switch {
+	case bytes != d.layout.PaddedBytes:
+		why = "size"
+	case s.closed:
+		why = "closed"
+	case !s.ok():
+		why = "off"
+	case e != nil && e.has(entryNewer):
+		why = "newer"
+	case d.good(e) && (pending == nil || !pending.removed):
+		s.touchEntry(d.dir, e, s.now(), w.Ordinal)
+		s.count.add(&s.count.present, 1)
+		s.laterLocked(func() { w.Done(nil) })
+		return true
+	case pending != nil && pending.removed:
+		why = "removed"
+	case pending != nil:
+		pending.dones = append(pending.dones, w.Done)
+		s.count.add(&s.count.present, 1)
+		return true
+	case s.now().Before(s.fullUntil):
+		why = "room"
+	case s.dirty > 0 && s.dirty+bytes > s.o.DirtyBytes:
+		why = "dirty"
+	}
+	j := &writeJob{d: d, w: w, dones: []func(error){w.Done}}
+	if why == "" && !s.lanes.push(&s.lanes.writes, j) {
+		why = "closed"
+	}
+	if why != "" {
+		s.count.inc(s.count.dropped, why)
+		return false
+	}
+	d.pending[w.Key] = j
+	s.dirty += bytes
+	return true
+}
+
+func (j *writeJob) size() int64 { return int64(len(j.w.Payload)) }
+
+func (j *writeJob) refuse(err error) {
+	j.d.s.count.inc(j.d.s.count.dropped, dropName(err))
+	j.end(err)
+}
+
+// end takes the job out of the books and answers all who wait for it.
+func (j *writeJob) end(err error) {
+	s := j.d.s
+	s.mu.Lock()
+	delete(j.d.pending, j.w.Key)
+	s.dirty -= j.size()
+	dones := j.dones
+	s.mu.Unlock()
+	for _, done := range dones {
+		done(err)
+	}
+}
+
+func (j *writeJob) run(page []byte) {
+	s := j.d.s
+	err := ErrIO
+	defer func() { j.end(err) }() // also when the write panics
+	err = j.write(page)
+	if err == nil {
+		s.breaker.succeed()
+		s.count.add(&s.count.writes, 1)
+		s.count.add(&s.count.writeBytes, uint64(j.d.layout.FileBytes))
+		return
+	}
+	s.count.inc(s.count.dropped, dropName(err))
+}
+
+func (j *writeJob) write(page []byte) error {
+	d, s := j.d, j.d.s
+	if !s.ok() {
+		return ErrOff
+	}
+	need := d.layout.FileBytes + directorySlack
+	s.lookAtFree()
+	for again := false; ; again = true {
+		if err := s.reserve(d.dir, need); err != nil {
+			return err
+		}
+		took, err := j.publish(page)
+		s.mu.Lock()
+		s.budget.settle(need, took)
+		if err == nil {
+			s.fullSaid = false
+		}
+		s.changed.Broadcast()
+		s.mu.Unlock()
+		switch {
+		case err == nil, errors.Is(err, ErrRemoved), errors.Is(err, ErrOff):
+			return err
+		case !noSpace(err):
+			s.diskError("write "+chunk.FileName(j.w.Key), err)
+			return fmt.Errorf("%w: %w", ErrIO, err)
+		}
+		s.count.inc(s.count.errors, errnoName(err))
+		if again {
+			s.full(err)
+			return fmt.Errorf("%w: %w", ErrNoRoom, err)
+		}
+		s.makeRoom(need)
+	}
+}
+
+// reserve takes bytes of the budget, waiting for eviction if it must.
+func (s *Store) reserve(n *namespaceDir, bytes int64) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.writing = n
+	s.budget.wanted += bytes
+	s.starved = false
+	s.changed.Broadcast()
+	got := false
+	s.waitLocked(roomWait, func() bool {
+		got = s.budget.reserve(bytes)
+		return got || s.starved || s.ending || !s.ok()
+	})
+	s.budget.wanted -= bytes
+	s.changed.Broadcast()
+	switch {
+	case got:
+		return nil
+	case !s.ok():
+		return ErrOff
+	case s.ending:
+		return ErrClosed
+	}
+	return ErrNoRoom
+}
+
+// makeRoom has eviction free bytes because the file system is full, whatever the
+// budget says.
+func (s *Store) makeRoom(bytes int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.budget.owed += bytes
+	s.starved = false
+	s.changed.Broadcast()
+	s.waitLocked(roomWait, func() bool {
+		return s.budget.owed <= 0 || s.starved || s.ending || !s.ok()
+	})
+}
+
+// full stops writes for a moment, and says so once until one succeeds.
+func (s *Store) full(err error) {
+	s.mu.Lock()
+	said := s.fullSaid
+	s.fullSaid = true
+	s.fullUntil = s.now().Add(fullPause)
+	s.mu.Unlock()
+	if !said {
+		s.log.Warn("file system of the disk tier is full, chunks are dropped", "root", s.root.path, "cause", err)
+	}
+}
+
+// waitLocked waits for cond, at most for d. Needs mu.
+func (s *Store) waitLocked(d time.Duration, cond func() bool) {
+	deadline := time.Now().Add(d)
+	alarm := time.AfterFunc(d, func() {
+		s.mu.Lock()
+		s.changed.Broadcast()
+		s.mu.Unlock()
+	})
+	defer alarm.Stop()
+	for !cond() && time.Now().Before(deadline) {
+		s.changed.Wait()
+	}
+}
+
+// publish writes the file under a name of its own and then gives it the chunk's.
+// took is what the budget has to know, also after an error.
+func (j *writeJob) publish(page []byte) (took int64, err error) {
+	d, s, k := j.d, j.d.s, j.w.Key
+	s.mu.Lock()
+	stamp := s.publishStamp(d.dir, j.w.Parent, j.w.Ordinal)
+	provenance, removed := d.provenance, j.removed
+	s.mu.Unlock()
+	if removed {
+		return 0, ErrRemoved
+	}
+	footer := d.layout.Footer()
+	footer.Key, footer.Fingerprint, footer.Parent = k, d.fingerprint, j.w.Parent
+	footer.Ordinal, footer.Hash, footer.Provenance = j.w.Ordinal, j.w.Hash, provenance
+	footer.Created, footer.Session = s.now().UnixNano(), s.session
+	if err := footer.Encode(page); err != nil {
+		return 0, err
+	}
+	temp := filepath.Join(d.dir.subPath(k), chunk.TempName(k, s.session, s.temps.Add(1)))
+	st, err := j.writeTemp(temp, page, stamp)
+	// The first chunk here, or somebody has cleared the directory. More than one
+	// try: eviction removes a subdirectory that is empty.
+	for tries := 0; absent(err) && tries < 3; tries++ {
+		if err := d.makeDirs(k); err != nil {
+			return 0, err
+		}
+		st, err = j.writeTemp(temp, page, stamp)
+	}
+	if err != nil {
+		return s.dropTemp(temp), err
+	}
+	return j.rename(temp, &st, stamp)
+}
+
+// makeDirs makes what is missing on the way to a chunk's file. The sidecar comes
+// first: no chunk may lie in a directory that does not say what it holds.
+func (d *Disk) makeDirs(k chunk.Key) error {
+	s := d.s
+	stripe := &d.dir.stripes[k[0]]
+	stripe.Lock()
+	defer stripe.Unlock()
+	for _, dir := range []string{d.dir.path, d.dir.subPath(k)} {
+		if err := s.fs.Mkdir(dir); err != nil && !exists(err) {
+			return err
+		}
+		if dir == d.dir.path {
+			d.remaking.Lock()
+			_, err := checkSidecar(s.fs, dir, d.canonical)
+			d.remaking.Unlock()
+			if err != nil {
+				return err
+			}
+		}
+	}
+	return errors.Join(s.countDir(d.dir, scanList), s.countDir(d.dir, int(k[0])))
+}
+
+func (j *writeJob) writeTemp(temp string, page []byte, stamp int64) (st sys.Stat, err error) {
+	d, s := j.d, j.d.s
+	f, direct, err := s.openChunk(temp, sys.OpenWrite|sys.OpenCreate|sys.OpenExclusive, j.w.Payload)
+	if err != nil {
+		return st, err
+	}
+	err = writeFull(f, j.w.Payload, page)
+	if direct && invalid(err) {
+		s.refuseDirect()
+		if err := errors.Join(f.Close(), s.fs.Unlink(temp)); err != nil {
+			return st, err
+		}
+		return j.writeTemp(temp, page, stamp)
+	}
+	if err == nil && s.o.Durable {
+		err = f.Sync()
+	}
+	if err == nil {
+		err = f.SetModified(stamp)
+	}
+	if err == nil {
+		st, err = f.Stat()
+	}
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	if err == nil && st.Size != d.layout.FileBytes {
+		err = fmt.Errorf("%d bytes arrived of %d: %w", st.Size, d.layout.FileBytes, ErrIO)
+	}
+	return st, err
+}
+
+// writeFull writes payload and footer with as few calls as the kernel needs.
+func writeFull(f OpenFile, payload, page []byte) error {
+	total := int64(len(payload) + len(page))
+	for n := int64(0); n < total; {
+		got, err := f.WriteV(rest(payload, page, n), n)
+		if err != nil {
+			return err
+		}
+		if got == 0 {
+			return fmt.Errorf("nothing was written: %w", ErrIO)
+		}
+		n = advance(n, got, total)
+	}
+	return nil
+}
+
+func (j *writeJob) rename(temp string, st *sys.Stat, stamp int64) (took int64, err error) {
+	d, s, k := j.d, j.d.s, j.w.Key
+	stripe := &d.dir.stripes[k[0]]
+	stripe.Lock()
+	defer stripe.Unlock()
+	s.mu.Lock()
+	removed := j.removed
+	s.mu.Unlock()
+	if removed {
+		return s.dropTemp(temp), ErrRemoved
+	}
+	if err := s.fs.Rename(temp, d.dir.filePath(k)); err != nil {
+		return s.dropTemp(temp), err
+	}
+	cost := accounted(st)
+	s.mu.Lock()
+	e := d.dir.index.find(k)
+	if e == nil {
+		e = d.dir.index.add(k, stamp, st.Size, cost)
+		took = cost
+	} else { // a file that was rejected or was to be removed: now it is this one
+		took = d.dir.index.account(e, cost)
+		e.size, e.stamp = st.Size, stamp
+	}
+	e.flags = entryCounted
+	e.touched = uint32(s.now().Unix())
+	if removed = j.removed; removed {
+		e.flags |= entryUnlinking
+		s.removals = append(s.removals, removal{d.dir, k})
+	}
+	d.dir.index.settle(e)
+	s.mu.Unlock()
+	if removed {
+		return took, ErrRemoved
+	}
+	if s.o.Durable {
+		if err := syncDir(s.fs, d.dir.subPath(k)); err != nil {
+			s.diskError("sync "+d.dir.subPath(k), err) // the chunk is there all the same
+		}
+	}
+	if err := s.countDir(d.dir, int(k[0])); err != nil {
+		s.diskError("count "+d.dir.subPath(k), err)
+	}
+	return took, nil
+}
+
+// dropTemp removes a temp file, and gives the bytes it still takes if that fails;
+// the next session sweeps it.
+func (s *Store) dropTemp(temp string) (took int64) {
+	err := s.fs.Unlink(temp)
+	if err == nil || absent(err) {
+		return 0
+	}
+	s.diskError("unlink "+filepath.Base(temp), err)
+	if st, err := s.fs.Lstat(temp); err == nil {
+		return accounted(&st)
+	}
+	return 0
+}
+
+func dropName(err error) string {
+	for _, r := range []struct {
+		err  error
+		name string
+	}{
+		{ErrRemoved, "removed"}, {ErrOff, "off"}, {ErrClosed, "closed"}, {ErrNoRoom, "room"},
+	} {
+		if errors.Is(err, r.err) {
+			return r.name
+		}
+	}
+	return "io"
+}
