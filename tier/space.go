@@ -84,6 +84,7 @@ type Space struct {
 	settled   func(SettledEvent)
 	log       *slog.Logger
 	now       func() time.Time
+	opened    time.Time
 
 	arena        *sys.Segment
 	tableSegment *sys.Segment
@@ -136,6 +137,7 @@ func NewSpace(o SpaceOptions) (*Space, error) {
 		settled:   o.Settled,
 		log:       o.Log,
 		now:       time.Now,
+		opened:    time.Now(),
 		stop:      make(chan struct{}),
 		sealWake:  make(chan struct{}, 1),
 		growWake:  make(chan struct{}, 1),
@@ -260,9 +262,10 @@ func (s *Space) onDisk(k chunk.Key) bool { return s.disk != nil && s.disk.Has(k)
 const sameTime = 10 * time.Millisecond
 
 // stamp is the recency of a chunk that is touched now: a microsecond older for each
-// step away from the start of its prefix, as the disk tier does with mtime.
+// step away from the start of its prefix, as the disk tier does with mtime. It counts
+// from the opening by the monotonic clock: a step of the wall clock changes nothing.
 func (s *Space) stamp(ordinal uint32) int64 {
-	return s.now().Truncate(sameTime).UnixMicro() - int64(ordinal)
+	return s.now().Sub(s.opened).Truncate(sameTime).Microseconds() - int64(ordinal)
 }
 
 // begin fills in a slot that allocate gave, and lets e happen to it.

@@ -73,12 +73,16 @@ func (m *Memory) Limits() ([]MemoryLimit, error) {
 		if !ok {
 			continue
 		}
-		for _, dir := range ancestors(mount, group) {
+		dirs := ancestors(mount, group)
+		for _, dir := range dirs {
 			if mount.v2 {
 				limits = m.appendV2(limits, dir)
 			} else {
 				limits = m.appendV1(limits, dir)
 			}
+		}
+		if !mount.v2 {
+			limits = m.appendHidden(limits, dirs[0])
 		}
 	}
 	return limits, nil
@@ -192,6 +196,23 @@ func (m *Memory) appendV1(limits []MemoryLimit, dir string) []MemoryLimit {
 	used := current - m.reclaimable(dir, "total_inactive_file")
 	if limit, ok := m.number(dir + "/memory.limit_in_bytes"); ok && limit < unlimitedV1 {
 		limits = append(limits, MemoryLimit{Name: dir + "/memory.limit_in_bytes", Total: limit, Free: limit - used})
+	}
+	return limits
+}
+
+// appendHidden adds the least limit of all ancestors of a version 1 group, also of
+// those that a container does not see. What they have in use is not to be seen
+// either; it is at least what the group itself has.
+func (m *Memory) appendHidden(limits []MemoryLimit, dir string) []MemoryLimit {
+	b, err := os.ReadFile(m.root + dir + "/memory.stat")
+	current, ok := m.number(dir + "/memory.usage_in_bytes")
+	if err != nil || !ok {
+		return limits
+	}
+	fields := statFields(b, "")
+	if limit, ok := fields["hierarchical_memory_limit"]; ok && limit < unlimitedV1 {
+		used := current - fields["total_inactive_file"]
+		limits = append(limits, MemoryLimit{Name: "hierarchical_memory_limit of " + dir, Total: limit, Free: limit - used})
 	}
 	return limits
 }

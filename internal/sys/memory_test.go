@@ -74,12 +74,13 @@ func TestLimitsV1CountsEveryAncestor(t *testing.T) {
 		"sys/fs/cgroup/memory/a/memory.stat":             "inactive_file 1\ntotal_inactive_file 20\n",
 		"sys/fs/cgroup/memory/a/b/memory.usage_in_bytes": "50",
 		"sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": "51",
-		"sys/fs/cgroup/memory/a/b/memory.stat":           "cache 4\n",
+		"sys/fs/cgroup/memory/a/b/memory.stat":           "cache 4\nhierarchical_memory_limit 90\ntotal_inactive_file 0\n",
 	})
 	require.Equal(t, map[string]int64{
-		"MemAvailable of the machine":                     800 << 10,
-		"/sys/fs/cgroup/memory/a/memory.limit_in_bytes":   60,
-		"/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": 1,
+		"MemAvailable of the machine":                            800 << 10,
+		"/sys/fs/cgroup/memory/a/memory.limit_in_bytes":          60,
+		"/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes":        1,
+		"hierarchical_memory_limit of /sys/fs/cgroup/memory/a/b": 40,
 	}, free(t, m))
 }
 
