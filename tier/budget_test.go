@@ -18,13 +18,30 @@ import (
 // shelfCost is what a chunk takes with the directory it may need.
 const shelfCost = shelfFile + 4096
 
-// sample watches the real bytes below dir until stop, and gives the highest.
-func sample(t *testing.T, dir string) (stop func() int64) {
+// ownDisk is an empty file system for one test, where one can be mounted: only the
+// file system itself can say at one instant what lies on it. mounted is false
+// for a plain directory.
+func ownDisk(t *testing.T) (dir string, mounted bool) {
+	dir = t.TempDir()
+	if syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=64m") != nil {
+		return dir, false
+	}
+	t.Cleanup(func() { syscall.Unmount(dir, 0) })
+	return dir, true
+}
+
+// sample watches what lies on a disk of its own until stop, and gives the highest.
+func sample(t *testing.T, dir string, mounted bool) (stop func() int64) {
+	if !mounted {
+		return func() int64 { return 0 }
+	}
 	var highest int64
 	quit, gone := make(chan struct{}), sync.WaitGroup{}
 	gone.Go(func() {
 		for {
-			highest = max(highest, allocatedBelow(t, dir))
+			if fs, err := sys.Statfs(dir); err == nil {
+				highest = max(highest, fs.TotalBytes-fs.AvailBytes)
+			}
 			select {
 			case <-quit:
 				return
@@ -40,11 +57,18 @@ func sample(t *testing.T, dir string) (stop func() int64) {
 }
 
 func TestBudgetHoldsOverRestartsAndNamespaces(t *testing.T) {
-	dir := t.TempDir()
+	t.Run("directory", func(t *testing.T) { testBudgetHolds(t, t.TempDir(), false) })
+	t.Run("disk of its own", func(t *testing.T) {
+		dir, mounted := ownDisk(t)
+		testBudgetHolds(t, filepath.Join(dir, "root"), mounted)
+	})
+}
+
+func testBudgetHolds(t *testing.T, dir string, mounted bool) {
 	limit := int64(40 * shelfCost)
 	next := 0
 	run := func(model string, o StoreOptions, puts int) {
-		stop := sample(t, dir)
+		stop := sample(t, filepath.Dir(dir), mounted)
 		h := openShelf(t, dir, model, o).scanned()
 		for range puts {
 			require.NoError(t, h.put(next))

@@ -3,6 +3,7 @@ package tier
 import (
 	"errors"
 	"os"
+	"path/filepath"
 	"sync"
 	"testing"
 
@@ -92,10 +93,11 @@ func TestDiskAgainstAModel(t *testing.T) {
 // Under pressure and from many sides at once: never a wrong byte, never over the
 // cap, every answer exactly once, and the books are right in the end.
 func TestDiskUnderPressure(t *testing.T) {
-	dir := t.TempDir()
+	disk, mounted := ownDisk(t)
+	dir := filepath.Join(disk, "root")
 	limit := int64(60 * shelfCost)
 	for round := range 3 {
-		stop := sample(t, dir)
+		stop := sample(t, disk, mounted)
 		h := openShelf(t, dir, "m", StoreOptions{CapBytes: limit, DirtyBytes: 20 * 12288})
 		d, err := h.store.Namespace(shelfNamespace("second"))
 		require.NoError(t, err)

@@ -108,7 +108,7 @@ func (h *shelf) quiet() {
 	h.wait("eviction", func() bool {
 		h.store.mu.Lock()
 		defer h.store.mu.Unlock()
-		return len(h.store.removals) == 0 && (h.store.budget.excess() <= 0 || h.store.starved)
+		return len(h.store.removals) == 0 && !h.store.unlinking && (h.store.budget.excess() <= 0 || h.store.starved)
 	})
 }
 

@@ -18,6 +18,7 @@ type StoreStats struct {
 	Direct        bool   `json:"direct"`      // direct I/O in use
 	QueuedReads   int    `json:"queued_reads"`
 	QueuedWrites  int    `json:"queued_writes"`
+	QueuedUnlinks int    `json:"queued_unlinks"`
 
 	Reads      uint64 `json:"reads"` // that gave a chunk
 	ReadBytes  uint64 `json:"read_bytes"`
@@ -102,6 +103,10 @@ func (s *Store) Stats() StoreStats {
 	b := &s.budget
 	st.CapBytes, st.FloorBytes, st.UsedBytes, st.ReservedBytes, st.Known = b.limit, b.floor, b.used, b.reserved, b.known
 	st.DirtyBytes = s.dirty
+	st.QueuedUnlinks = len(s.removals) + len(s.failed)
+	if s.unlinking {
+		st.QueuedUnlinks++
+	}
 	if st.State = state; state == "on" && !b.known {
 		st.State = "scanning"
 	}

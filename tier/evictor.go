@@ -10,11 +10,13 @@ import (
 func (s *Store) evict() {
 	for {
 		s.mu.Lock()
+		s.unlinking = false
 		victim, evicted, ok := s.nextVictim()
 		for !ok && !s.ending {
 			s.changed.Wait()
 			victim, evicted, ok = s.nextVictim()
 		}
+		s.unlinking = ok
 		s.mu.Unlock()
 		if !ok {
 			return

@@ -45,6 +45,7 @@ type Root struct {
 	mu      sync.Mutex
 	lock    *processLock // nil until the first TryLock
 	session uint64       // not 0 while this Root has the lock
+	locked  sys.Stat     // of the lock file, from then on
 	closed  bool
 }
 

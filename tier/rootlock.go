@@ -28,7 +28,8 @@ var processLocks = struct {
 type processLock struct {
 	id    lockID
 	file  *sys.LockFile
-	owner *Root // who has the lock; nil when nobody in this process does
+	self  sys.Stat // of file
+	owner *Root    // who has the lock; nil when nobody in this process does
 	users map[*Root]struct{}
 }
 
@@ -75,7 +76,7 @@ func (r *Root) TryLock() (ok bool, holder string, err error) {
 	}
 	// The name may have been given to a new file between open and lock: then the
 	// lock excludes nobody.
-	if same, err := p.current(r.path); err != nil || !same {
+	if same, err := isLockFile(r.path, &p.self); err != nil || !same {
 		return false, "", errors.Join(err, p.file.Unlock())
 	}
 	me := lockHolder{PID: os.Getpid(), Start: sys.ProcessStart(os.Getpid()), Boot: sys.BootID()}
@@ -87,6 +88,7 @@ func (r *Root) TryLock() (ok bool, holder string, err error) {
 		return false, "", errors.Join(fmt.Errorf("root %s: write %s: %w", r.path, lockFileName, err), p.file.Unlock())
 	}
 	p.owner = r
+	r.locked = p.self
 	for r.session == 0 {
 		var b [8]byte
 		rand.Read(b[:])
@@ -100,16 +102,14 @@ func (r *Root) TryLock() (ok bool, holder string, err error) {
 // leader, another process can lead a new one at the same path.
 func (r *Root) StillLocked() bool {
 	r.mu.Lock()
-	p := r.lock
+	locked := r.locked
 	leads := r.session != 0 && !r.closed
 	r.mu.Unlock()
 	if !leads {
 		return false
 	}
-	// No lock is held over these calls: the disk may hang. The file of a lock that
-	// is held is not exchanged, and that it is closed meanwhile is an error.
-	same, err := p.current(r.path)
-	return err != nil || same // an error proves nothing
+	same, err := isLockFile(r.path, &locked) // no lock is held: the disk may hang
+	return err != nil || same                // an error proves nothing
 }
 
 // useLock needs processLocks locked.
@@ -117,11 +117,10 @@ func useLock(r *Root) (*processLock, error) {
 	id := lockID{r.id.Dev, r.id.Ino}
 	p := processLocks.open[id]
 	if p == nil {
-		f, err := sys.OpenLock(filepath.Join(r.path, lockFileName))
-		if err != nil {
-			return nil, fmt.Errorf("root %s: %w", r.path, err)
+		p = &processLock{id: id, users: map[*Root]struct{}{}}
+		if err := p.openFile(r.path); err != nil {
+			return nil, err
 		}
-		p = &processLock{id: id, file: f, users: map[*Root]struct{}{}}
 		processLocks.open[id] = p
 	}
 	p.users[r] = struct{}{}
@@ -131,24 +130,32 @@ func useLock(r *Root) (*processLock, error) {
 // follow opens the lock file anew when its name means another file by now. Only
 // while nobody in this process has the lock: closing the old file would drop it.
 func (p *processLock) follow(root string) error {
-	same, err := p.current(root)
+	same, err := isLockFile(root, &p.self)
 	if err != nil || same {
 		return err
 	}
+	old := p.file
+	if err := p.openFile(root); err != nil {
+		return err
+	}
+	return old.Close()
+}
+
+func (p *processLock) openFile(root string) error {
 	f, err := sys.OpenLock(filepath.Join(root, lockFileName))
 	if err != nil {
 		return fmt.Errorf("root %s: %w", root, err)
 	}
-	old := p.file
-	p.file = f
-	return old.Close()
+	st, err := f.Stat()
+	if err != nil {
+		return errors.Join(fmt.Errorf("root %s: %w", root, err), f.Close())
+	}
+	p.file, p.self = f, st
+	return nil
 }
 
-func (p *processLock) current(root string) (bool, error) {
-	mine, err := p.file.Stat()
-	if err != nil {
-		return false, fmt.Errorf("root %s: %w", root, err)
-	}
+// isLockFile reports whether the name of the lock file still means that file.
+func isLockFile(root string, file *sys.Stat) (bool, error) {
 	now, err := sys.Lstat(filepath.Join(root, lockFileName))
 	if absent(err) {
 		return false, nil
@@ -156,7 +163,7 @@ func (p *processLock) current(root string) (bool, error) {
 	if err != nil {
 		return false, fmt.Errorf("root %s: %w", root, err)
 	}
-	return mine.SameFile(&now), nil
+	return file.SameFile(&now), nil
 }
 
 func (p *processLock) holder() string {

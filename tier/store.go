@@ -100,6 +100,7 @@ type Store struct {
 	dirty     int64         // payload bytes queued or being written
 	removals  []removal
 	failed    []removal // to be tried again at the next tick
+	unlinking bool      // eviction is at a file
 	touches   []removal // keys whose mtime is to be written
 	answers   []func()
 	fullUntil time.Time
