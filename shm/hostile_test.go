@@ -50,21 +50,26 @@ func claim(length uint32, typ uint16) []byte {
 }
 
 func TestServerDropsABrokenPeer(t *testing.T) {
+	// How many good requests come before.
+	before := map[string]int{"replies over half": 2, "seq twice": 1, "over the credits": Credits}
 	for name, act := range map[string]func(h *hostile){
-		"tail beyond the ring":  func(h *hostile) { h.header.requestTail.Store(RingBytes + 32) },
-		"tail behind the head":  func(h *hostile) { h.header.requestTail.Store(1<<32 - 32) },
-		"tail between lines":    func(h *hostile) { h.at(0, request(1, 64, 32), 63) },
+		"tail beyond the ring":  func(h *hostile) { h.at(0, request(1, 64, 32), RingBytes+32) },
+		"tail behind the head":  func(h *hostile) { h.at(0, request(1, 64, 32), 1<<32-32) },
+		"tail between lines":    func(h *hostile) { h.at(0, request(1, 64, 32), 95) },
 		"length 0":              func(h *hostile) { h.at(0, claim(0, 1), 4096) },
 		"length below header":   func(h *hostile) { h.at(0, claim(31, 1), 4096) },
 		"length not of 32":      func(h *hostile) { h.at(0, claim(40, 1), 4096) },
 		"length over available": func(h *hostile) { h.at(0, claim(128, 1), 96) },
 		"length over maximum":   func(h *hostile) { h.at(0, claim(MaxMessage+32, 1), RingBytes) },
 		"length all ones":       func(h *hostile) { h.at(0, claim(1<<32-32, 1), RingBytes) },
-		"padding too short":     func(h *hostile) { h.at(0, claim(64, 0), 4096) },
-		"padding of all":        func(h *hostile) { h.at(0, claim(RingBytes, 0), RingBytes) },
-		"reply too small":       func(h *hostile) { h.at(0, request(1, 32, 0), 32) },
-		"reply not of 32":       func(h *hostile) { h.at(0, request(1, 32, 40), 32) },
-		"reply over maximum":    func(h *hostile) { h.at(0, request(1, 32, MaxMessage+32), 32) },
+		"padding too short": func(h *hostile) {
+			h.at(64, request(1, 32, 32), 96)
+			h.at(0, claim(64, 0), 96)
+		},
+		"padding of all":     func(h *hostile) { h.at(0, claim(RingBytes, 0), RingBytes) },
+		"reply too small":    func(h *hostile) { h.at(0, request(1, 32, 0), 32) },
+		"reply not of 32":    func(h *hostile) { h.at(0, request(1, 32, 40), 32) },
+		"reply over maximum": func(h *hostile) { h.at(0, request(1, 32, MaxMessage+32), 32) },
 		"replies over half": func(h *hostile) {
 			for i := range uint32(3) {
 				h.at(32*i, request(i, 32, MaxMessage), 32*i+32)
@@ -81,12 +86,14 @@ func TestServerDropsABrokenPeer(t *testing.T) {
 			s := newServer(t)
 			act(newHostile(t, s))
 			var err error
+			good := 0
 			within(t, "drop", func() {
-				for err == nil {
+				for ; err == nil; good++ {
 					_, err = s.Next(nil)
 				}
 			})
 			require.ErrorIs(t, err, ErrPeerBroken)
+			require.Equal(t, before[name], good-1, "nothing of the broken message is taken")
 			_, again := s.Next(nil)
 			require.Equal(t, err, again, "for good")
 			require.ErrorIs(t, s.Reply(message(1, 1, 32)), ErrPeerBroken)

@@ -271,6 +271,7 @@ func TestBusyWithoutReplyRoom(t *testing.T) {
 	require.NoError(t, s.Reply(message(1, 1, MaxMessage)))
 	_, err := c.Next(nil)
 	require.NoError(t, err)
+	require.Zero(t, c.Queued())
 	m, err := s.Next(nil)
 	require.NoError(t, err)
 	require.EqualValues(t, 4, messageSeq(m))

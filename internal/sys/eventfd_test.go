@@ -76,8 +76,10 @@ func TestPeerMakesEventBlocking(t *testing.T) {
 	require.NoError(t, p.Signal())
 	require.NoError(t, <-done)
 	done = waiting(e)
+	require.Never(t, func() bool { return len(done) > 0 }, 20*time.Millisecond, time.Millisecond)
 	closed := make(chan error, 1)
 	go func() { closed <- e.Close() }()
+	require.Eventually(t, func() bool { return len(done) == 1 && len(closed) == 1 }, 10*time.Second, time.Millisecond)
 	require.ErrorIs(t, <-done, os.ErrClosed)
 	require.NoError(t, <-closed)
 }
