@@ -1,0 +1,284 @@
+package dcp
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"sync/atomic"
+	"unsafe"
+)
+
+const (
+	// A tile is so many rank-local tokens of one block by all regions: long enough
+	// that the pages are read in runs, short enough that the rows it touches stay in
+	// the cache until all regions are in.
+	tileTokens = 16
+	// Where rows are narrow, a tile may be longer.
+	tileMax   = 64
+	tileBytes = 256 << 10
+
+	// pieceBytes is how much is copied between two looks at the stop flag.
+	pieceBytes = 1 << 20
+)
+
+// Span is a range of tokens, in absolute positions of the prefix.
+type Span struct {
+	First  int
+	Tokens int
+}
+
+// Gather copies this rank's rows of a chunk from its pages into the slot. slot is
+// the whole slot; only bytes of this rank's rows, and in them only those of its
+// regions, are written. blocks[i] is the block id of virtual block firstBlock+i.
+//
+// stop, which may be nil, is looked at at least once a MiB; when it is set, Gather
+// returns ErrStopped and the slot holds some of the rows. After any other error the
+// slot is as it was.
+func Gather(slot []byte, g Geometry, cols []Columns, ordinal int, blocks []uint32, firstBlock int, stop *atomic.Bool) error {
+	return transfer(slot, g, cols, ordinal, Span{0, math.MaxInt}, blocks, firstBlock, stop, true)
+}
+
+// Scatter copies this rank's rows of a chunk from the slot into its pages, but only
+// the tokens inside clip: what lies in the pages before and after it is in use by
+// others and keeps every byte. blocks need only cover the virtual blocks in which
+// this rank has tokens of the chunk inside clip. For opaque pages a clip that cuts
+// through a page is an error.
+//
+// stop is as for Gather; after ErrStopped some of the pages are written.
+func Scatter(slot []byte, g Geometry, cols []Columns, ordinal int, clip Span, blocks []uint32, firstBlock int, stop *atomic.Bool) error {
+	return transfer(slot, g, cols, ordinal, clip, blocks, firstBlock, stop, false)
+}
+
+func transfer(slot []byte, g Geometry, cols []Columns, ordinal int, clip Span, blocks []uint32, firstBlock int, stop *atomic.Bool, toSlot bool) error {
+	if err := Fits(g, cols, len(slot)); err != nil {
+		return err
+	}
+	if ordinal < 0 || int64(ordinal) > math.MaxUint32 {
+		return fmt.Errorf("%w: ordinal %d", ErrGeometry, ordinal)
+	}
+	if clip.First < 0 || clip.Tokens < 0 || clip.First > math.MaxInt-clip.Tokens {
+		return fmt.Errorf("%w: %d tokens from %d on", ErrClip, clip.Tokens, clip.First)
+	}
+	start := ordinal * g.C
+	lo, hi := max(start, clip.First), min(start+g.C, clip.First+clip.Tokens)
+	if lo >= hi {
+		return nil
+	}
+	runs := make([]run, len(cols))
+	for i := range cols {
+		c := &cols[i]
+		if c.Skip && toSlot {
+			continue
+		}
+		r, err := newRun(g, c, start, lo, hi)
+		if err == nil {
+			err = r.check(c, blocks, firstBlock)
+		}
+		if err != nil {
+			return fmt.Errorf("columns %d: %w", i, err)
+		}
+		runs[i] = r
+	}
+	m := mover{slot: unsafe.Pointer(unsafe.SliceData(slot)), stop: stop, toSlot: toSlot}
+	for i := range cols {
+		if !m.columns(&cols[i], runs[i], blocks, firstBlock) {
+			return ErrStopped
+		}
+	}
+	return nil
+}
+
+// run is the tokens of one rank that are to be copied: those with the rank-local
+// indices from up to end. Where pages are opaque, a "token" is a page.
+type run struct {
+	from, end int
+	row       int // of the first one in the chunk
+	inStripe  int // place of the first one in its stripe of consecutive tokens
+	stripe    int // tokens of a stripe
+	jump      int // from the last row of a stripe to the first of this rank's next one
+	block     int // tokens of a block
+}
+
+// newRun finds the tokens of [lo, hi), which lies inside the chunk that begins at
+// start. All divisions are here.
+func newRun(g Geometry, c *Columns, start, lo, hi int) (run, error) {
+	if c.opaque(g) {
+		if lo%g.B != 0 || hi%g.B != 0 {
+			return run{}, fmt.Errorf("%w: tokens %d to %d cut an opaque page of %d tokens", ErrClip, lo, hi, g.B)
+		}
+		start, lo, hi = start/g.B, lo/g.B, hi/g.B
+		g = Geometry{D: g.D, I: 1, B: 1, C: g.C / g.B, Rank: g.Rank}
+	}
+	if g.D == 1 {
+		g.I = g.B // whoever has all tokens has them in whole blocks
+	}
+	r := run{from: g.LocalTokens(lo, g.Rank), end: g.LocalTokens(hi, g.Rank), stripe: g.I, jump: (g.D-1)*g.I + 1, block: g.B}
+	if r.from < r.end {
+		r.row = g.Global(r.from/g.B, g.Rank, r.from%g.B) - start
+		r.inStripe = r.from % g.I
+	}
+	return r, nil
+}
+
+// check makes sure that every block that the run touches is in the table and in the
+// pages of every region.
+func (r *run) check(c *Columns, blocks []uint32, firstBlock int) error {
+	if r.from == r.end || len(c.Regions) == 0 {
+		return nil
+	}
+	first, last := r.from/r.block, (r.end-1)/r.block
+	if firstBlock < 0 || first < firstBlock || last-firstBlock >= len(blocks) {
+		return fmt.Errorf("%w: virtual blocks %d to %d are needed, %d from %d on are there", ErrTable, first, last, len(blocks), firstBlock)
+	}
+	highest := slices.Max(blocks[first-firstBlock : last-firstBlock+1])
+	for i := range c.Regions {
+		if int64(highest) >= int64(c.Regions[i].Blocks) {
+			return fmt.Errorf("%w: id %d, region %d has %d blocks", ErrBlock, highest, i, c.Regions[i].Blocks)
+		}
+	}
+	return nil
+}
+
+// mover copies between one slot and pages. Everything it is told to copy has been
+// checked.
+type mover struct {
+	slot   unsafe.Pointer
+	stop   *atomic.Bool
+	left   int // bytes until the next look at stop
+	toSlot bool
+}
+
+// tile is some consecutive tokens of one block and the rows they have in the chunk.
+type tile struct {
+	rows [tileMax]int
+	n    int
+	id   int64 // of the block
+	at   int64 // first token in the block
+}
+
+// columns copies one run, tile by tile. It tells false when it was stopped.
+func (m *mover) columns(c *Columns, r run, blocks []uint32, firstBlock int) bool {
+	if r.from == r.end || len(c.Regions) == 0 {
+		return true
+	}
+	limit := c.tile()
+	vb, at := r.from/r.block, r.from%r.block
+	row, inStripe := r.row, r.inStripe
+	var t tile
+	for left := r.end - r.from; left > 0; left -= t.n {
+		t.n = min(limit, left, r.block-at)
+		t.id, t.at = int64(blocks[vb-firstBlock]), int64(at)
+		for i := range t.n {
+			t.rows[i] = row
+			row++
+			if inStripe++; inStripe == r.stripe {
+				inStripe = 0
+				row += r.jump - 1
+			}
+		}
+		for i := range c.Regions {
+			if !m.region(c, &c.Regions[i], &t) {
+				return false
+			}
+		}
+		if at += t.n; at == r.block {
+			at = 0
+			vb++
+		}
+	}
+	return true
+}
+
+// tile is how many tokens of these columns are copied together.
+func (c *Columns) tile() int {
+	width := 0
+	for i := range c.Regions {
+		width += c.Regions[i].Bytes
+	}
+	if width*tileMax <= tileBytes {
+		return tileMax
+	}
+	return tileTokens
+}
+
+// region copies what one region has of a tile.
+func (m *mover) region(c *Columns, r *Region, t *tile) bool {
+	page := unsafe.Add(r.Base, t.id*r.BlockStride+t.at*r.TokenStride)
+	slot := unsafe.Add(m.slot, c.Offset+r.RowOffset)
+	if t.n*r.Bytes > pieceBytes {
+		for i := range t.n {
+			if !m.pieces(unsafe.Add(page, int64(i)*r.TokenStride), unsafe.Add(slot, t.rows[i]*c.RowStride), r.Bytes) {
+				return false
+			}
+		}
+		return true
+	}
+	if !m.may(t.n * r.Bytes) {
+		return false
+	}
+	if r.Bytes == c.RowStride && r.TokenStride == int64(r.Bytes) {
+		m.merged(page, slot, r.Bytes, t)
+		return true
+	}
+	if m.toSlot {
+		for i := range t.n {
+			move(unsafe.Add(slot, t.rows[i]*c.RowStride), unsafe.Add(page, int64(i)*r.TokenStride), r.Bytes)
+		}
+	} else {
+		for i := range t.n {
+			move(unsafe.Add(page, int64(i)*r.TokenStride), unsafe.Add(slot, t.rows[i]*c.RowStride), r.Bytes)
+		}
+	}
+	return true
+}
+
+// merged copies tokens that follow each other without gaps on both sides: one copy
+// for every run of consecutive rows.
+func (m *mover) merged(page, slot unsafe.Pointer, width int, t *tile) {
+	for i := 0; i < t.n; {
+		n := 1
+		for i+n < t.n && t.rows[i+n] == t.rows[i]+n {
+			n++
+		}
+		p, s := unsafe.Add(page, i*width), unsafe.Add(slot, t.rows[i]*width)
+		if m.toSlot {
+			move(s, p, n*width)
+		} else {
+			move(p, s, n*width)
+		}
+		i += n
+	}
+}
+
+// pieces copies one token, or opaque page, of any width.
+func (m *mover) pieces(page, slot unsafe.Pointer, width int) bool {
+	for done := 0; done < width; {
+		n := min(width-done, pieceBytes)
+		if !m.may(n) {
+			return false
+		}
+		if m.toSlot {
+			move(unsafe.Add(slot, done), unsafe.Add(page, done), n)
+		} else {
+			move(unsafe.Add(page, done), unsafe.Add(slot, done), n)
+		}
+		done += n
+	}
+	return true
+}
+
+// may tells whether n more bytes, at most pieceBytes, are to be copied.
+func (m *mover) may(n int) bool {
+	if m.left < n {
+		if m.stop != nil && m.stop.Load() {
+			return false
+		}
+		m.left = pieceBytes
+	}
+	m.left -= n
+	return true
+}
+
+func move(dst, src unsafe.Pointer, n int) {
+	copy(unsafe.Slice((*byte)(dst), n), unsafe.Slice((*byte)(src), n))
+}
