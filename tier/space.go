@@ -50,26 +50,6 @@ type Presence struct {
 	OnDisk bool
 }
 
-// SpaceStats are the figures of one namespace's arena; counters since it was opened.
-type SpaceStats struct {
-	Slots     int           // the arena's final number of slots
-	SlotBytes int64         // P
-	Backed    int64         // bytes allocated
-	States    map[State]int // slots; Free includes those that have no memory yet
-	Available int           // see Space.Available
-	Dirty     int           // READY chunks that are nowhere else
-	Writing   int           // of these, how many the disk tier is to write
-	Limit     string        // what keeps the arena from growing; empty: nothing
-	Off       string        // why the namespace is switched off; empty: it is not
-
-	Grants, Fills, Declined uint64 // slots given to stores and to reads; not given for want of one
-	Sealed, FillErrors      uint64
-	Evicted, EvictedDirty   uint64 // EvictedDirty: lost although meant for disk
-	WritesDropped           uint64 // not taken by the disk tier
-	WriteErrors             uint64
-	Stale                   uint64 // events for a slot that was something else by then
-}
-
 // Space is the arena of one namespace: slots of its chunks' size in one sealed
 // memfd, the table of their states, the index of keys, eviction, and the traffic
 // with the disk tier.
@@ -423,39 +403,11 @@ func (s *Space) Remove(k chunk.Key) {
 // take this one's memory.
 func (s *Space) SetAttached(attached bool) { s.attached.Store(attached) }
 
-// Available is how many slots could be given: free, evictable, and still to come
-// within the budget.
-func (s *Space) Available() int {
-	n := s.freeCount + len(s.queues[cleanQueue].order) + len(s.queues[dirtyQueue].order)
-	if more := s.unbacked(); more > 0 && !s.now().Before(s.stalledUntil) {
-		n += int(min(int64(more), max(0, s.pool.room(s)/s.slotBytes)))
-	}
-	return n
-}
-
 // Slots is the number of slots that the arena has when it is fully grown. Any time.
 func (s *Space) Slots() int { return len(s.slots) }
 
 // SlotBytes is the size of a slot. Any time.
 func (s *Space) SlotBytes() int64 { return s.slotBytes }
-
-// Counts is how many slots are in each state.
-func (s *Space) Counts() map[State]int {
-	counts := make(map[State]int, stateCount)
-	for state, n := range s.counts {
-		counts[State(state)] = n
-	}
-	return counts
-}
-
-// Stats is a copy of the present figures.
-func (s *Space) Stats() SpaceStats {
-	st := s.stats
-	st.Slots, st.SlotBytes, st.Backed = len(s.slots), s.slotBytes, s.backedBytes.Load()
-	st.States, st.Available = s.Counts(), s.Available()
-	st.Dirty, st.Writing = s.dirty, s.writing
-	return st
-}
 
 // Bytes is the memory of a slot, P bytes, for whoever was told its Ref and is counted
 // as its user (a rank of the assembly, or a pin): else it may change under him. Nil

@@ -1,0 +1,49 @@
+package tier
+
+// SpaceStats are the figures of one namespace's arena; counters since it was opened.
+type SpaceStats struct {
+	Slots     int           // the arena's final number of slots
+	SlotBytes int64         // P
+	Backed    int64         // bytes allocated
+	States    map[State]int // slots; Free includes those that have no memory yet
+	Available int           // see Space.Available
+	Dirty     int           // READY chunks that are nowhere else
+	Writing   int           // of these, how many the disk tier is to write
+	Limit     string        // what keeps the arena from growing; empty: nothing
+	Off       string        // why the namespace is switched off; empty: it is not
+
+	Grants, Fills, Declined uint64 // slots given to stores and to reads; not given for want of one
+	Sealed, FillErrors      uint64
+	Evicted, EvictedDirty   uint64 // EvictedDirty: lost although meant for disk
+	WritesDropped           uint64 // not taken by the disk tier
+	WriteErrors             uint64
+	Stale                   uint64 // events for a slot that was something else by then
+}
+
+// Available is how many slots could be given: free, evictable, and still to come
+// within the budget.
+func (s *Space) Available() int {
+	n := s.freeCount + len(s.queues[cleanQueue].order) + len(s.queues[dirtyQueue].order)
+	if more := s.unbacked(); more > 0 && !s.now().Before(s.stalledUntil) {
+		n += int(min(int64(more), max(0, s.pool.room(s)/s.slotBytes)))
+	}
+	return n
+}
+
+// Counts is how many slots are in each state.
+func (s *Space) Counts() map[State]int {
+	counts := make(map[State]int, stateCount)
+	for state, n := range s.counts {
+		counts[State(state)] = n
+	}
+	return counts
+}
+
+// Stats is a copy of the present figures.
+func (s *Space) Stats() SpaceStats {
+	st := s.stats
+	st.Slots, st.SlotBytes, st.Backed = len(s.slots), s.slotBytes, s.backedBytes.Load()
+	st.States, st.Available = s.Counts(), s.Available()
+	st.Dirty, st.Writing = s.dirty, s.writing
+	return st
+}
