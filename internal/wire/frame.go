@@ -17,6 +17,8 @@ const (
 	frameStats      = "stats"
 	frameStatsReply = "stats_reply"
 	frameGoodbye    = "goodbye"
+	frameRemove     = "remove"
+	frameRemoved    = "removed"
 )
 
 // Every frame encodes itself with its type in front, so that it can be handed to
@@ -116,6 +118,10 @@ func ParseFrame(b []byte) (any, error) {
 		v = new(StatsReply)
 	case frameGoodbye:
 		v = new(Goodbye)
+	case frameRemove:
+		v = new(Remove)
+	case frameRemoved:
+		v = new(Removed)
 	default:
 		return nil, fmt.Errorf("%w: frame of type %.32q", ErrMalformed, head.Type)
 	}
