@@ -26,7 +26,8 @@
  *     that belongs to the last failure on the calling thread.
  *   - Handles are plain integers that are checked on every call: a closed or
  *     invented handle is KVT_E_HANDLE, never a crash. 0 is never a handle.
- *   - Structs that may grow begin with struct_size; set it by KVT_INIT(x).
+ *   - Structs that may grow begin with struct_size; set it by KVT_INIT(x). In an
+ *     array of them every element has it. Reserved fields are 0.
  *   - Memory handed in belongs to the caller and is read or written only during
  *     the call, except pages given to kvt_register, which must stay mapped until
  *     kvt_unregister has returned.
@@ -34,7 +35,9 @@
  *     wait is one hour, and a negative timeout is KVT_E_ARG.
  *   - All functions may be called from any thread at the same time. Functions
  *     without a timeout do not block beyond microseconds, except kvt_store, which
- *     copies on the calling thread.
+ *     copies on the calling thread; kvt_lookup, kvt_stats and kvt_reset (at most a
+ *     second) and kvt_remove (5), which may ask a leader in another process; and
+ *     closing, which waits until copies of that object have stopped.
  *   - The library never calls back. Completions and log records are polled
  *     behind one eventfd (kvt_eventfd).
  *
@@ -54,6 +57,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h> /* KVT_INIT */
 
 #if defined(__GNUC__) || defined(__clang__)
 #define KVT_API __attribute__((visibility("default")))
@@ -71,12 +75,7 @@ extern "C" {
 #define KVT_ABI_VERSION ((uint32_t)((KVT_ABI_MAJOR << 16) | KVT_ABI_MINOR))
 
 /* Set struct_size of a struct and zero the rest. */
-#ifdef __cplusplus
-#define KVT_INIT(x) ((x) = {}, (x).struct_size = (uint32_t)sizeof(x))
-#else
-#include <string.h>
 #define KVT_INIT(x) (memset(&(x), 0, sizeof(x)), (x).struct_size = (uint32_t)sizeof(x))
-#endif
 
 typedef uint64_t kvt_cache;
 typedef uint64_t kvt_blob;
@@ -110,7 +109,8 @@ typedef struct kvt_key { uint8_t b[32]; } kvt_key;
 KVT_API const char *kvt_strerror(int32_t code);
 
 /* Copies the message of the last failed call of this thread, always ending in
- * NUL when cap > 0; returns the length without NUL (may be >= cap: cut). */
+ * NUL when cap > 0; returns the length without NUL (may be >= cap: cut). A call
+ * that succeeds leaves it as it was. */
 KVT_API size_t kvt_last_error(char *buf, size_t cap);
 
 /* The ABI version of the loaded library (compare the high half with
@@ -127,8 +127,9 @@ KVT_API int32_t kvt_version(uint32_t *abi, char *text, size_t cap);
 KVT_API int32_t kvt_open(const char *json, size_t len, kvt_cache *out);
 
 /* Closes: drains what waits for disk within timeout_ms, wakes all waiters, ends
- * ranks, coordinators and blobs that were opened on it. Idempotent (a second
- * call is KVT_E_HANDLE and harmless). KVT_E_TIMEOUT: closed, but not all drained. */
+ * ranks, coordinators and blobs that were opened on it. A second call is
+ * KVT_E_HANDLE and harmless. KVT_E_TIMEOUT: closed, but not all was drained, and
+ * copies of ranks may still run: unregister ranks first to know when they end. */
 KVT_API int32_t kvt_close(kvt_cache cache, int64_t timeout_ms);
 
 #define KVT_STATE_OPENING 0
@@ -234,8 +235,9 @@ typedef struct kvt_hits {
 } kvt_hits;
 
 /* The newest reply for this lease id, after waiting up to timeout_ms for one
- * newer than `after` (0 = any). KVT_E_PENDING: none in time (out keeps the newest old one when
- * answer > 0); KVT_E_MISS: lease unknown (never sent, released, expired, other session). */
+ * newer than `after` (0 = any). KVT_E_PENDING: none in time, or none under way
+ * (out is the newest old one when answer > 0); KVT_E_MISS: lease unknown (never
+ * sent, released, expired, other session). */
 KVT_API int32_t kvt_lease_result(kvt_coord coord, uint64_t lease, uint32_t after, int64_t timeout_ms, kvt_hits *out);
 KVT_API int32_t kvt_release(kvt_coord coord, uint64_t lease);
 KVT_API int32_t kvt_renew(kvt_coord coord, const uint64_t *leases, size_t n);
@@ -265,9 +267,10 @@ typedef struct kvt_store_begin_req {
 } kvt_store_begin_req;
 
 /* Asks for slots, all requests sent first, then one wait of at most timeout_ms
- * for all. A request without an answer is cancelled with the leader (status
- * KVT_E_TIMEOUT): use a new op later. *session: the leader session of the
- * verdicts; hand it to the ranks with them. */
+ * for all. KVT_OK says that all were tried: look at the status of each. A request
+ * without an answer is cancelled with the leader (status KVT_E_TIMEOUT): use a new
+ * op later. *session: the leader session of the verdicts, 0 when there are none;
+ * hand it to the ranks with them. */
 KVT_API int32_t kvt_store_begin(kvt_coord coord, kvt_store_begin_req *reqs, size_t n, int64_t timeout_ms, uint64_t *session);
 
 /* Begins a load of keys (ordinals first_ordinal..) that `lease` covers; the
@@ -281,7 +284,9 @@ KVT_API int32_t kvt_load_begin(kvt_coord coord, uint64_t op, uint64_t lease, uin
 #define KVT_CANCEL_UNSENT 1u    /* no rank has seen this op */
 KVT_API int32_t kvt_cancel(kvt_coord coord, uint64_t op, uint32_t flags);
 
-/* New weights in a running engine: returns a random epoch for KVT_EXTRA_EPOCH. */
+/* New weights in a running engine: gives a random epoch for KVT_EXTRA_EPOCH of all
+ * later keys; store those with KVT_STORE_NO_DISK. With KVT_E_NO_LEADER the epoch is
+ * good, too: only leases of the old one live on until they expire. */
 KVT_API int32_t kvt_reset(kvt_coord coord, uint8_t epoch[16]);
 
 /* ---- level 4, ranks ------------------------------------------------------ */
@@ -306,10 +311,13 @@ typedef struct kvt_region {
  * "num_blocks", "dcp", "dcp_rank", "interleave", "encoding" ("rows" or the name
  * of an opaque page format), "kv_dtype", "attention", "kv_scales", "quantisation",
  * "draft", "weights" (rank 0), "memory_only", "groups": [{"kind": "full",
- * "tokens_per_row": 1}], "provenance": {..}}. Returns at once; the group is
- * accepted or refused in the background (kvt_rank_ready). */
+ * "tokens_per_row": 1}], "provenance": {text: text}}. Left out: one rank, no DCP,
+ * encoding "rows", one group as above, empty texts. Unknown keys are KVT_E_CONFIG.
+ * Returns at once; the group is accepted or refused in the background
+ * (kvt_rank_ready). */
 KVT_API int32_t kvt_register(kvt_cache cache, const char *json, size_t len, const kvt_region *regions, size_t n, kvt_rank *out);
-/* Ends all copies of this rank first; after it returns the pages are not touched. */
+/* Ends all copies of this rank first; once it has returned KVT_OK the pages are not
+ * touched any more. KVT_E_TIMEOUT: they may be, and the handle stays; call again. */
 KVT_API int32_t kvt_unregister(kvt_rank rank, int64_t timeout_ms);
 KVT_API int32_t kvt_rank_ready(kvt_rank rank, int64_t timeout_ms, kvt_accepted *out);
 
@@ -326,13 +334,14 @@ typedef struct kvt_store_op {
 } kvt_store_op;
 
 /* Copies this rank's rows of every granted chunk into its slot on the calling
- * thread and reports to the leader. KVT_E_STALE: other session, nothing done.
- * KVT_OK also when single chunks could not be copied (they are aborted). */
+ * thread and reports every grant to the leader. KVT_E_STALE: other session, nothing
+ * to do. KVT_OK also when the leader took single slots back meanwhile. After another
+ * error (KVT_E_ARG: the blocks do not fit) chunks were not copied, and aborted. */
 KVT_API int32_t kvt_store(kvt_rank rank, const kvt_store_op *op);
 
 typedef struct kvt_load_op {
     uint32_t struct_size;
-    uint32_t nchunks;           /* keys of the op */
+    uint32_t nchunks;           /* keys of the op: as many as the range touches */
     uint64_t op, session;
     uint64_t first_token, tokens;   /* absolute range that may be written: clipped at both ends */
     const uint32_t *blocks;     /* block ids of exactly that range: blocks[0] is virtual block first_token / V */
@@ -341,8 +350,9 @@ typedef struct kvt_load_op {
     size_t nverdicts;
 } kvt_load_op;
 
-/* Starts a load; exactly one KVT_EVENT_LOAD follows for it in kvt_poll, after
- * this rank's own copy has stopped, also on failure and on another session. */
+/* Starts a load. After KVT_OK exactly one KVT_EVENT_LOAD follows for it in kvt_poll,
+ * when this rank's own copy has stopped, also on failure and on another session.
+ * After an error (KVT_E_ARG, KVT_E_BUSY, KVT_E_CLOSED) none does. */
 KVT_API int32_t kvt_load(kvt_rank rank, const kvt_load_op *op);
 /* Asks a running load to stop early; its event still comes. */
 KVT_API int32_t kvt_load_cancel(kvt_rank rank, uint64_t op);
@@ -355,12 +365,12 @@ KVT_API int32_t kvt_fence(kvt_rank rank, const uint32_t *blocks, size_t n, int64
 
 typedef struct kvt_event {
     uint32_t kind;          /* KVT_EVENT_* */
-    int32_t status;         /* KVT_OK or the cause of failure */
+    int32_t status;         /* KVT_OK, or KVT_E_MISS, _TIMEOUT, _STALE, _CLOSED (cancelled) */
     uint64_t op;
     uint64_t handle;        /* the rank */
     uint32_t failed_chunk;  /* index in the op of the first chunk not loaded; = nchunks when all are */
-    uint32_t reserved;
-    uint64_t bytes;         /* copied into pages */
+    uint32_t tokens;        /* in the pages, from first_token on; what follows holds anything */
+    uint64_t reserved;
 } kvt_event;
 
 /* Takes up to cap completions; *n of them were written. Never blocks. */
