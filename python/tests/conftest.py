@@ -1,0 +1,45 @@
+"""Fixtures of the tests of the binding."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from binding import PYTHON, SOON, Script, settings
+
+import kvtier
+
+
+@pytest.fixture
+def leader(tmp_path: Path) -> Iterator[kvtier.Cache]:
+    with kvtier.Cache.open(settings(tmp_path / "kv")) as cache:
+        assert cache.wait_open(SOON)
+        yield cache
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Runs Python code in a process of its own, with DIR and settings() defined."""
+
+    def run(code: str, timeout: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
+        head = f"""
+            import sys
+            DIR = {str(tmp_path)!r}
+            def settings(**more):
+                return {{"disk_path": DIR + "/kv", "dram_gib": 0.0625, "disk_gib": 0.25, "free_floor_gib": 0, **more}}
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(code)],
+            env={**os.environ, "PYTHONPATH": str(PYTHON)},
+            capture_output=True, text=True, timeout=timeout,
+        )  # fmt: skip
+        if check:
+            assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    return run
