@@ -1,0 +1,236 @@
+package kvtier
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/wire"
+	"github.com/kvtier/kvtier/tier"
+)
+
+type chunkKey = chunk.Key
+
+// space is a namespace with what the leader's operations know about its slots. All
+// groups with the same fingerprint share it. Guarded by the leader's lock.
+type space struct {
+	*tier.Space
+	l      *leader
+	disk   *tier.Disk // nil: memory only
+	layout *chunk.Layout
+	groups int // that use it now
+
+	fingerprint chunk.Fingerprint
+	model       string
+
+	// charges counts, by slot, the leases and loads that count it against the caps:
+	// chunks that exist only in DRAM, slots that are pinned or are about to be.
+	charges []uint32
+	charged int // slots with a charge
+
+	fills     map[uint32]*fill // by slot: disk reads that have not ended
+	fillOrder []*fill          // by deadline; those that ended are skipped
+	loads     map[*loadOp]struct{}
+}
+
+// fill is a disk read under way, and who waits for it.
+type fill struct {
+	ref   tier.Ref
+	key   chunk.Key
+	until time.Time
+	ended bool
+	waits []fillWait
+}
+
+// fillWait is one key of a lease. The lease may have dropped it meanwhile.
+type fillWait struct {
+	lease *lease
+	index int
+}
+
+// openSpace gives the space of a namespace, opening it if no group uses it yet. It
+// does I/O and runs without the lock.
+func (l *leader) openSpace(ag *agreement) (*space, error) {
+	l.opening.Lock()
+	defer l.opening.Unlock()
+	l.lock()
+	sp, closed := l.spaces[ag.fingerprint], l.closed
+	if sp != nil {
+		sp.SetAttached(true) // its memory stays, from here on
+	}
+	l.unlock()
+	if closed {
+		return nil, errLeaderClosed
+	}
+	if sp != nil {
+		return sp, nil
+	}
+	if p := ag.layout.PaddedBytes; p > l.opts.dramBytes {
+		return nil, finally{fmt.Errorf("one chunk of %d tokens takes %d bytes and the DRAM budget is %d: raise dram_gib or lower the tokens of a chunk",
+			ag.geometry.C, p, l.opts.dramBytes)}
+	}
+	sp = &space{
+		l: l, layout: ag.layout, fingerprint: ag.fingerprint, model: ag.namespace.Model,
+		fills: make(map[uint32]*fill), loads: make(map[*loadOp]struct{}),
+	}
+	if l.store != nil && !ag.memoryOnly {
+		d, err := l.store.Namespace(ag.namespace)
+		if err != nil {
+			l.log.Warn("namespace is kept in memory only", "namespace", ag.fingerprint.String()[:32], "error", err)
+		} else {
+			sp.disk = d
+		}
+	}
+	t, err := tier.NewSpace(tier.SpaceOptions{
+		Namespace: ag.namespace, Layout: ag.layout, Pool: l.pool, Disk: sp.disk,
+		Mu: &l.mu, Settled: sp.settled, Workers: l.opts.workers, Log: l.log,
+	})
+	if errors.Is(err, tier.ErrSlotTooBig) {
+		return nil, finally{err}
+	}
+	if err != nil {
+		return nil, err
+	}
+	sp.Space = t
+	sp.charges = make([]uint32, t.Slots())
+	l.lock()
+	closed = l.closed
+	if !closed {
+		l.spaces[ag.fingerprint] = sp
+	}
+	l.unlock()
+	if closed {
+		_ = t.Close(0) // nothing was put into it
+		return nil, errLeaderClosed
+	}
+	return sp, nil
+}
+
+// enter and leave count the groups that use the space. Without any its memory may go
+// to other namespaces.
+func (sp *space) enter() {
+	sp.groups++
+	sp.SetAttached(true)
+}
+
+func (sp *space) leave() {
+	if sp.groups--; sp.groups == 0 {
+		sp.SetAttached(false)
+	}
+}
+
+// Caps, in slots.
+func (sp *space) memberCap() int { return max(1, len(sp.charges)/4) }
+func (sp *space) allCap() int    { return max(1, len(sp.charges)/2) }
+
+// window is how many chunks of a load are pinned at once.
+func (sp *space) window() int { return max(2, min(wire.MaxWindow, len(sp.charges)/8)) }
+
+// mayCharge says whether counting this slot for the member stays within the caps.
+func (sp *space) mayCharge(a *attachment, slot uint32) bool {
+	if a.charges != nil && a.charges[slot] > 0 {
+		return true
+	}
+	return a.charged < sp.memberCap() && (sp.charges[slot] > 0 || sp.charged < sp.allCap())
+}
+
+// mayChargeNew is mayCharge for a slot that nobody has.
+func (sp *space) mayChargeNew(a *attachment) bool {
+	return a.charged < sp.memberCap() && sp.charged < sp.allCap()
+}
+
+func (sp *space) charge(a *attachment, slot uint32) {
+	if a.charges == nil {
+		a.charges = make([]uint32, len(sp.charges))
+	}
+	if a.charges[slot]++; a.charges[slot] == 1 {
+		a.charged++
+	}
+	if sp.charges[slot]++; sp.charges[slot] == 1 {
+		sp.charged++
+	}
+}
+
+func (sp *space) uncharge(a *attachment, slot uint32) {
+	if a.charges[slot]--; a.charges[slot] == 0 {
+		a.charged--
+	}
+	if sp.charges[slot]--; sp.charges[slot] == 0 {
+		sp.charged--
+	}
+}
+
+// unpin gives up a pin; the slot may be free afterwards.
+func (sp *space) unpin(r tier.Ref) {
+	sp.Unpin(r)
+	sp.l.freed = true
+}
+
+// read starts a disk read of a key that is on disk and not in DRAM.
+func (sp *space) read(k chunk.Key, ordinal uint32) (tier.Ref, error) {
+	ref, err := sp.Fill(k, ordinal)
+	if err != nil {
+		return tier.Ref{}, err
+	}
+	f := &fill{ref: ref, key: k, until: sp.l.now().Add(fillTimeout)}
+	sp.fills[ref.Slot] = f
+	sp.fillOrder = append(sp.fillOrder, f)
+	sp.l.count.Fills++
+	sp.l.watch()
+	return ref, nil
+}
+
+// settled is told by the space, under the lock, that a hash or a disk read ended.
+func (sp *space) settled(e tier.SettledEvent) {
+	l := sp.l
+	l.freed = true
+	if f := sp.fills[e.Ref.Slot]; f != nil && f.ref == e.Ref {
+		sp.fillEnded(f, e.Ready)
+	} else if e.Ready {
+		l.count.Published++
+	} else {
+		l.count.PublishFailed++
+	}
+	if len(l.outbox) > 0 || len(l.starved) > 0 || len(l.hungry) > 0 {
+		l.poke() // this is not the leader's own critical section: the loop sends
+	}
+}
+
+// fillEnded tells everybody who waits how a read ended.
+func (sp *space) fillEnded(f *fill, ok bool) {
+	if f.ended {
+		return
+	}
+	f.ended = true
+	delete(sp.fills, f.ref.Slot)
+	if !ok {
+		sp.l.count.FillsFailed++
+	}
+	for _, w := range f.waits {
+		w.lease.fillEnded(w.index, f, ok)
+	}
+	f.waits = nil
+	for o := range sp.loads {
+		o.fillEnded(f, ok)
+	}
+}
+
+// giveUpFills ends the reads that are over their deadline: the keys are unindexed,
+// the slots drain until the reads return.
+func (sp *space) giveUpFills(now time.Time) {
+	for len(sp.fillOrder) > 0 {
+		f := sp.fillOrder[0]
+		if !f.ended {
+			if now.Before(f.until) {
+				return
+			}
+			sp.l.count.FillsGivenUp++
+			sp.GiveUpFill(f.ref)
+			sp.fillEnded(f, false)
+		}
+		sp.fillOrder[0] = nil
+		sp.fillOrder = sp.fillOrder[1:]
+	}
+	sp.fillOrder = nil
+}

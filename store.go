@@ -1,0 +1,318 @@
+package kvtier
+
+import (
+	"math/bits"
+	"time"
+
+	"github.com/kvtier/kvtier/internal/wire"
+	"github.com/kvtier/kvtier/tier"
+)
+
+// storeOp is one operation of a group that brings chunks. It exists until the last
+// of its slots is handed over to be hashed, or is free again. Guarded by the
+// leader's lock.
+type storeOp struct {
+	g     *group
+	sp    *space
+	op    uint64
+	crew  *crew
+	parts []storePart
+	open  int // parts that are not ended
+	hint  int // where the last part was found: DONE names them in the order of the grants
+}
+
+// storePart is one granted slot.
+type storePart struct {
+	ref      tier.Ref
+	parent   chunkKey
+	ordinal  uint32
+	expected uint64 // ranks that write
+	done     uint64 // ranks that have ended writing, well or not
+	until    time.Time
+	first    bool // no part is done yet
+	dropped  bool // DRAINING until done == expected
+	ended    bool // the slot is no longer this operation's
+}
+
+// storeBegin decides over each key of a run. It is prefix-closed: behind a chunk
+// that is declined everything is, since a chunk behind a hole cannot be found.
+func (a *attachment) storeBegin(req *wire.Request) *wire.Reply {
+	l, g, run := a.l, a.group, req.Run
+	l.count.Stores.Begun++
+	if !a.coordinator {
+		return refusal(req, wire.StatusRefused)
+	}
+	if _, unsent := g.unsent[req.Op]; unsent {
+		return refusal(req, wire.StatusAborted)
+	}
+	sp := a.ready()
+	if sp == nil || g.knows(req.Op) {
+		l.count.Stores.Declined += uint64(len(run.Keys))
+		return refusal(req, wire.StatusRefused)
+	}
+	o := &storeOp{g: g, sp: sp, op: req.Op, crew: g.crew}
+	r := answer(req)
+	r.Verdicts = make([]wire.Verdict, len(run.Keys))
+	noDisk := run.Flags&wire.StoreNoDisk != 0
+	parent := run.Parent
+	fits := run.First == 0 || sp.holds(parent)
+	for i, k := range run.Keys {
+		v := &r.Verdicts[i]
+		ordinal := run.First + uint32(i)
+		switch p := sp.Look(k); {
+		case p.State == tier.Ready, p.OnDisk && p.State == tier.Free:
+			v.Code = wire.Have
+			sp.Touch(k, ordinal)
+			l.count.Stores.Have++
+			fits = true
+		case p.State != tier.Free:
+			v.Code = wire.Pending
+			l.count.Stores.Pending++
+			fits = true
+		case !fits:
+			v.Code = wire.Declined
+			l.count.Stores.Declined++
+		default:
+			ref, err := sp.Grant(k, parent, ordinal, noDisk)
+			if err != nil {
+				v.Code = wire.Declined
+				l.count.Stores.Declined++
+				l.count.Stores.NoSlot++
+				fits = false
+				break
+			}
+			*v = wire.Verdict{Code: wire.Granted, Slot: ref.Slot, Generation: ref.Generation}
+			o.parts = append(o.parts, storePart{
+				ref: ref, parent: parent, ordinal: ordinal, first: true,
+				expected: g.agreement.expected(ordinal), until: l.now().Add(l.opts.partTimeout),
+			})
+			l.count.Stores.Granted++
+		}
+		parent = k
+	}
+	if o.open = len(o.parts); o.open > 0 {
+		g.stores[req.Op] = o
+		l.watch()
+	}
+	return r
+}
+
+// knows says whether an operation of this number exists: a number is used once.
+func (g *group) knows(op uint64) bool {
+	return g.stores[op] != nil || g.loads[op] != nil
+}
+
+// holds says whether a key is held or on its way.
+func (sp *space) holds(k chunkKey) bool {
+	p := sp.Look(k)
+	return p.State != tier.Free || p.OnDisk
+}
+
+// storeDone takes in what one rank has finished.
+func (a *attachment) storeDone(req *wire.Request) *wire.Reply {
+	r := answer(req)
+	if a.group == nil || a.rank < 0 {
+		r.Status = wire.StatusRefused
+		return r
+	}
+	o := a.group.stores[req.Op]
+	for _, d := range req.Done {
+		var p *storePart
+		if o != nil && int64(d.Part) == int64(a.rank) && o.crew.members[a.rank] == a {
+			p = o.find(tier.Ref{Slot: d.Slot, Generation: d.Generation})
+		}
+		if p == nil {
+			a.l.count.Stores.Ignored++
+			continue
+		}
+		o.partDone(p, 1<<a.rank, d.Status == wire.StatusOK)
+	}
+	return r
+}
+
+// find gives the part with this slot, nil when it is not the operation's.
+func (o *storeOp) find(ref tier.Ref) *storePart {
+	for range o.parts {
+		p := &o.parts[o.hint]
+		o.hint = (o.hint + 1) % len(o.parts)
+		if p.ref == ref && !p.ended {
+			return p
+		}
+	}
+	return nil
+}
+
+// partDone notes that the ranks in who have ended writing a slot. A rank that has
+// no rows in the chunk answers too, and changes nothing.
+func (o *storeOp) partDone(p *storePart, who uint64, ok bool) {
+	who &= p.expected &^ p.done
+	if who == 0 {
+		return
+	}
+	p.done |= who
+	l := o.g.l
+	if !ok && !p.dropped {
+		l.count.Stores.Aborted++
+		o.drop(p)
+		return
+	}
+	if p.dropped {
+		o.drain(p)
+		return
+	}
+	if p.first {
+		p.first = false
+		if t := l.now().Add(l.opts.straggleTimeout); t.Before(p.until) {
+			p.until = t
+		}
+	}
+	if p.done != p.expected {
+		return
+	}
+	if p.ordinal > 0 && !o.sp.holds(p.parent) {
+		l.count.Stores.Orphans++
+	}
+	if err := o.sp.Seal(p.ref); err != nil {
+		// Removed meanwhile: the slot drains, and nobody writes it any more.
+		p.dropped = true
+		o.drain(p)
+		return
+	}
+	o.end(p)
+}
+
+// drop unindexes a chunk at once. Its slot is free when nobody can write it.
+func (o *storeOp) drop(p *storePart) {
+	if p.ended || p.dropped {
+		return
+	}
+	p.dropped = true
+	o.g.l.count.Stores.Dropped++
+	o.sp.Drop(p.ref)
+	o.drain(p)
+}
+
+// assemblyRemoved: the slot drains already, until its ranks have ended writing.
+func (sp *space) assemblyRemoved(ref tier.Ref) {
+	l := sp.l
+	for _, g := range l.groups {
+		for _, o := range g.stores {
+			if o.sp != sp {
+				continue
+			}
+			if p := o.find(ref); p != nil {
+				p.dropped = true
+				l.count.Stores.Dropped++
+				o.drain(p)
+				return
+			}
+		}
+	}
+}
+
+func (o *storeOp) drain(p *storePart) {
+	if p.done == p.expected {
+		o.sp.Drained(p.ref)
+		o.g.l.freed = true
+		o.end(p)
+	}
+}
+
+func (o *storeOp) end(p *storePart) {
+	p.ended = true
+	if o.open--; o.open == 0 {
+		delete(o.g.stores, o.op)
+	}
+}
+
+// abandon drops what is not complete. With unsent no rank has ever known of it, or
+// all ranks are dead: then nothing has to drain.
+func (o *storeOp) abandon(unsent bool) {
+	for i := range o.parts {
+		p := &o.parts[i]
+		if p.ended {
+			continue
+		}
+		if unsent {
+			p.done = p.expected
+		}
+		if p.dropped {
+			o.drain(p)
+		} else {
+			o.drop(p)
+		}
+	}
+}
+
+// memberGone: a rank will report nothing any more, though it may still write.
+func (o *storeOp) memberGone(a *attachment) {
+	if o.crew.members[a.rank] != a {
+		return
+	}
+	for i := range o.parts {
+		if p := &o.parts[i]; !p.ended && (p.expected&^p.done)>>a.rank&1 != 0 {
+			o.drop(p)
+		}
+	}
+}
+
+// memberDead: a rank writes nothing any more.
+func (o *storeOp) memberDead(a *attachment) {
+	if o.crew.members[a.rank] != a {
+		return
+	}
+	for i := range o.parts {
+		if p := &o.parts[i]; !p.ended {
+			o.partDone(p, 1<<a.rank, false)
+		}
+	}
+}
+
+// expire drops the chunks that are over their deadline.
+func (o *storeOp) expire(now time.Time) {
+	for i := range o.parts {
+		p := &o.parts[i]
+		if p.ended || p.dropped || now.Before(p.until) {
+			continue
+		}
+		late := p.expected &^ p.done
+		o.g.l.count.Stores.Expired++
+		o.g.l.log.Debug("chunk not complete in time", "group", o.g.id, "op", o.op, "late_ranks", bits.OnesCount64(late))
+		o.drop(p)
+	}
+}
+
+// cancel ends an operation. From the coordinator with UNSENT: no rank knows it, so
+// everything is free at once, also when the BEGIN comes in later. From the
+// coordinator without: ranks may know it and still answer. From a rank: its copies
+// of a load have stopped.
+func (a *attachment) cancel(req *wire.Request) *wire.Reply {
+	r, g := answer(req), a.group
+	if g == nil {
+		r.Status = wire.StatusRefused
+		return r
+	}
+	unsent := req.Flags&wire.CancelUnsent != 0
+	if !a.coordinator {
+		if unsent {
+			r.Status = wire.StatusRefused
+		} else if o := g.loads[req.Op]; o != nil {
+			o.rankEnded(a)
+		}
+		return r
+	}
+	if unsent {
+		g.rememberUnsent(req.Op)
+	}
+	if o := g.stores[req.Op]; o != nil {
+		o.abandon(unsent)
+	}
+	if o := g.loads[req.Op]; o != nil {
+		if unsent {
+			o.finish()
+		} else {
+			o.failFrom(o.decided)
+		}
+	}
+	return r
+}
