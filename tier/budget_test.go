@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -214,7 +215,10 @@ func (f *floorFS) Statfs(string) (sys.Filesystem, error) {
 
 func TestEvictionOrderAfterARestart(t *testing.T) {
 	dir := t.TempDir()
-	h := openShelf(t, dir, "m", StoreOptions{}).scanned()
+	var calls atomic.Int64
+	began := time.Now()
+	slow := StoreOptions{Now: func() time.Time { return began.Add(time.Duration(calls.Add(1)) * 5 * time.Microsecond) }}
+	h := openShelf(t, dir, "m", slow).scanned()
 	// Two prefixes of ten, the older one is used again.
 	for n := range 20 {
 		parent := chunk.Key{}

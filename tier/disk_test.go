@@ -246,7 +246,11 @@ func TestDiskAdoptsOnlyWhatFits(t *testing.T) {
 	require.NoError(t, h.get(4))
 	require.NoError(t, h.get(5))
 	require.Equal(t, map[string]uint64{"links": 1, "type": 1, "name": 2, "path": 1}, h.store.Stats().Rejected)
-	// A put replaces what was rejected, and nothing else.
+	// A put replaces what was rejected, and nothing else; its bytes count once.
+	used := h.store.Stats().UsedBytes
+	require.NoError(t, h.put(0))
+	require.NoError(t, h.get(0))
+	require.Equal(t, used, h.store.Stats().UsedBytes)
 	require.NoError(t, h.put(1))
 	require.NoError(t, h.get(1))
 	b, err := os.ReadFile(outside)
