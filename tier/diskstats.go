@@ -54,7 +54,8 @@ type NamespaceStats struct {
 	Scanned bool   `json:"scanned"`
 }
 
-// diskCounters only grow. Each has its own short lock, after every other one.
+// diskCounters only grow. Their lock is held for one addition and comes after every
+// other one.
 type diskCounters struct {
 	mu                                                   sync.Mutex
 	reads, readBytes, writes, writeBytes                 uint64
