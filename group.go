@@ -97,6 +97,7 @@ func (g *group) declare(a *attachment, d *wire.Declare, done func(*accepted, *wi
 		return
 	}
 	a.declared = true
+	g.refused = nil // it was not final
 	g.declared[a.rank] = d
 	g.missing &^= bit
 	g.waiting = append(g.waiting, groupWait{a, done})

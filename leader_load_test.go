@@ -369,3 +369,16 @@ func TestReadErrorFailsTheLoadOnce(t *testing.T) {
 	require.Equal(t, repeat(wire.Ready, 5), g.loadAll(0, rn))
 	r.quiet()
 }
+
+// The next window is read while the ranks still copy this one.
+func TestNextWindowIsReadAhead(t *testing.T) {
+	r, g, keys := restarted(t, 20)
+	g.grow()
+	op, rn := r.op(), g.runOf(keys, 0)
+	rep := g.loadBegin(op, 0, rn)
+	require.Eventually(t, func() bool { return g.look(keys[15]).State == tier.Ready }, patience, time.Millisecond)
+	require.Equal(t, tier.Free, g.look(keys[16]).State, "but only the next one")
+	require.Equal(t, repeat(wire.Ready, 20), g.loadRanks(op, rn, rep.Verdicts))
+	require.EqualValues(t, 20, r.l.count.Fills)
+	r.quiet()
+}

@@ -130,6 +130,7 @@ func (o *loadOp) progress() {
 	if o.decided >= o.to {
 		// From here on the ranks are waited for.
 		o.until = o.sp.l.now().Add(o.sp.l.opts.windowTimeout)
+		o.readAhead()
 	}
 	o.answerWaits()
 }
@@ -166,6 +167,26 @@ func (o *loadOp) startReads() {
 		}
 		if _, err := o.sp.read(o.keys[i], o.first+uint32(i)); err != nil {
 			o.starved = true
+			return
+		}
+	}
+}
+
+// readAhead starts the reads of the next window while the ranks copy this one, if
+// the arena has room to spare: nothing keeps what they bring until it opens.
+func (o *loadOp) readAhead() {
+	if o.decided == len(o.keys) || o.sp.Available() < 4*len(o.busy) {
+		return
+	}
+	for i := o.to; i < min(o.to+len(o.busy), len(o.keys)); i++ {
+		p := o.sp.Look(o.keys[i])
+		if p.State != tier.Free {
+			continue
+		}
+		if !p.OnDisk {
+			return
+		}
+		if _, err := o.sp.read(o.keys[i], o.first+uint32(i)); err != nil {
 			return
 		}
 	}
