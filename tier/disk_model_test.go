@@ -93,7 +93,7 @@ func TestDiskAgainstAModel(t *testing.T) {
 // Under pressure and from many sides at once: never a wrong byte, never over the
 // cap, every answer exactly once, and the books are right in the end.
 func TestDiskUnderPressure(t *testing.T) {
-	disk, mounted := ownDisk(t)
+	disk, mounted := ownDisk(t, "64m")
 	dir := filepath.Join(disk, "root")
 	limit := int64(60 * shelfCost)
 	for round := range 3 {
