@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from . import errors
 
@@ -160,7 +161,7 @@ _outi32 = ctypes.POINTER(_i32)
 _outn = ctypes.POINTER(_size)
 
 # Arrays are void pointers: whoever calls has an address and has checked the type.
-PROTOTYPES: dict[str, tuple[object, ...]] = {
+PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvt_version": (_out32, _p, _size),
     "kvt_open": (_text, _size, _out64),
     "kvt_close": (_u64, _i64),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -74,14 +75,17 @@ class Cache:
         calls do nothing. False: closed, but not everything was written."""
         if not self._handle.open:
             return True
+        end = time.monotonic() + timeout_s
+        rest = min(timeout_s, 1.0)
         written = True
         try:
             # A leader's chunks, in slices, so that Ctrl-C ends the wait.
             if self.state()[0] == "leader":
                 written = self.flush(timeout_s)
+            rest = max(rest, end - time.monotonic())
         finally:
             if self._handle.end():
-                code = self._lib.close(self._handle.value, _lib.milliseconds(min(timeout_s, 1.0)))
+                code = self._lib.close(self._handle.value, _lib.milliseconds(rest))
                 written = written and code == errors.OK
         return written
 

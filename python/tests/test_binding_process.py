@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from binding import Script
+import importlib.util
+import time
+from pathlib import Path
+
+import pytest
+from binding import SOON, Script, settings
+
+import kvtier
 
 
 def test_importing_loads_nothing(script: Script) -> None:
@@ -186,8 +193,6 @@ def test_other_threads_go_on(script: Script) -> None:
 
 def test_an_end_without_close(script: Script) -> None:
     """The interpreter closes what is open: nothing hangs, and nothing is lost."""
-    import time
-
     begin = time.monotonic()
     script("""
         import kvtier, threading, time
@@ -258,4 +263,41 @@ def test_a_missing_library_is_named(script: Script) -> None:
             assert "text.so" in str(e)
         else:
             raise AssertionError("no exception")
+    """)
+
+
+def test_two_processes_share_a_root(script: Script, tmp_path: Path) -> None:
+    with kvtier.Cache.open(settings(tmp_path / "kv")) as cache:
+        assert cache.wait_open(SOON)
+        blob = cache.blob("m", 4096, 8)
+        ks = kvtier.keys.chain(kvtier.keys.root(blob.ready(SOON)), 8, list(range(16)))
+        end = time.monotonic() + SOON
+        while not blob.put(ks[0], b"0" * 4096, timeout_s=SOON):
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        script("""
+            import kvtier, time
+            with kvtier.Cache.open(settings(role="member")) as cache:
+                assert cache.wait_open(20)
+                assert cache.state()[0] == "member"
+                blob = cache.blob("m", 4096, 8)
+                ks = kvtier.keys.chain(kvtier.keys.root(blob.ready(20)), 8, list(range(16)))
+                assert blob.get(ks[0], timeout_s=20) == b"0" * 4096
+                while not blob.put(ks[1], b"1" * 4096, ks[0], 1, timeout_s=20):
+                    time.sleep(0.005)
+                assert cache.stats()["leader"] is not None
+        """)
+        assert blob.get(ks[1], timeout_s=SOON) == b"1" * 4096
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_connector_is_known_by_its_name(script: Script) -> None:
+    script("""
+        from kvtier import _plugin
+        _plugin.register()
+        _plugin.register()
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        assert "KVTierConnector" in KVConnectorFactory._registry
+        assert "kvtier.vllm" not in sys.modules
+        assert "libkvtier" not in open("/proc/self/maps").read()
     """)

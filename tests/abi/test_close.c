@@ -1,4 +1,5 @@
-/* Closing wakes whoever waits: a thread in a long wait gets an answer at once. */
+/* Closing while others use the library: whoever waits is woken at once, and whoever
+ * works gets a code, never a crash or a wrong byte. */
 #include <pthread.h>
 #include <time.h>
 
@@ -102,9 +103,75 @@ static void many(void)
     OK(kvt_close(cache, 10000));
 }
 
+/* Closing while others put, get and ask: every call ends, with a code that says so. */
+
+#define CHUNK 65536
+static kvt_blob blob;
+static kvt_key keys[16];
+
+static int is_expected(int32_t rc)
+{
+    return rc == KVT_OK || rc == KVT_E_MISS || rc == KVT_E_DECLINED || rc == KVT_E_BUSY || rc == KVT_E_TIMEOUT ||
+           rc == KVT_E_HANDLE || rc == KVT_E_CLOSED;
+}
+
+static void *use(void *number)
+{
+    uint8_t *payload = malloc(CHUNK), *back = malloc(CHUNK);
+    unsigned i = (unsigned)(uintptr_t)number;
+    int32_t rc = KVT_OK;
+    CHECK(payload != NULL && back != NULL);
+    pthread_barrier_wait(&started);
+    while (rc != KVT_E_HANDLE && rc != KVT_E_CLOSED) {
+        unsigned k = i++ % 16;
+        memset(payload, (int)k + 1, CHUNK);
+        rc = kvt_put(blob, &keys[k], NULL, 0, payload, CHUNK, 50);
+        CHECK(is_expected(rc));
+        rc = kvt_get(blob, &keys[k], back, CHUNK, 50);
+        CHECK(is_expected(rc));
+        if (rc == KVT_OK)
+            CHECK(memcmp(payload, back, CHUNK) == 0);
+        if (k == 3)
+            (void)kvt_remove(blob, &keys[k], 1);
+        rc = kvt_lookup(blob, &keys[k], 1, NULL, NULL);
+        CHECK(is_expected(rc));
+    }
+    free(payload);
+    free(back);
+    return NULL;
+}
+
+static void in_use(int by_blob)
+{
+    static const char model[] = "{\"model\": \"m\", \"chunk_bytes\": 65536, \"chunk_tokens\": 16}";
+    pthread_t threads[4];
+    struct timespec pause = {0, 200000000};
+    cache = open_leader();
+    OK(kvt_blob_open(cache, model, sizeof model - 1, &blob));
+    OK(kvt_blob_ready(blob, 10000, NULL));
+    for (unsigned i = 0; i < 16; i++)
+        memset(&keys[i], (int)i + 1, sizeof keys[i]);
+    CHECK(pthread_barrier_init(&started, NULL, 5) == 0);
+    for (unsigned i = 0; i < 4; i++)
+        CHECK(pthread_create(&threads[i], NULL, use, (void *)(uintptr_t)i) == 0);
+    pthread_barrier_wait(&started);
+    nanosleep(&pause, NULL);
+    if (by_blob)
+        OK(kvt_blob_close(blob));
+    else
+        OK(kvt_close(cache, 10000));
+    for (int i = 0; i < 4; i++)
+        CHECK(pthread_join(threads[i], NULL) == 0);
+    if (by_blob)
+        OK(kvt_close(cache, 10000));
+    pthread_barrier_destroy(&started);
+}
+
 int main(void)
 {
     make_root();
+    in_use(1);
+    in_use(0);
     run("auto", wait_for_group, 0);
     run("auto", wait_for_group, 1);
     run("member", wait_for_leader, 0);
