@@ -1,0 +1,384 @@
+"""A worker's half: owns this rank's pages, copies between them and the arena.
+
+Stores are copied on the worker's thread, in ``wait_for_save``: when it returns,
+nobody reads the pages any more, so they need no fence. Loads run behind the
+engine; each is reported exactly once, after this rank's own copy has stopped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+import kvtier
+
+from . import identity, mapping
+from .metadata import KVTierHandshake, KVTierMetadata, LoadPlan, StorePlan
+from .scheduler import group_name, root_of
+from .settings import Settings
+from .stats import LOG_S, KVTierStats, drain_records, logger
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+#: How long registration waits for the leader to accept the group.
+READY_S = 5.0
+_EVENTS = 256
+
+
+class _Inbox:
+    """Completions by rank handle. One cache serves every engine of a process that
+    opened its root, and whoever polls takes the events of all."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[int, deque[kvtier.LoadEvent]] = {}
+
+    def open(self, rank: int) -> None:
+        with self._lock:
+            self._waiting[rank] = deque()
+
+    def close(self, rank: int) -> None:
+        with self._lock:
+            self._waiting.pop(rank, None)
+
+    def take(self, cache: kvtier.Cache, rank: int) -> list[kvtier.LoadEvent]:
+        with self._lock:
+            while events := cache.poll(_EVENTS):
+                for e in events:
+                    waiting = self._waiting.get(e.rank)
+                    if waiting is not None:
+                        waiting.append(e)
+                if len(events) < _EVENTS:
+                    break
+            mine = self._waiting[rank]
+            out = list(mine)
+            mine.clear()
+            return out
+
+
+_inbox = _Inbox()
+
+
+class WorkerHalf:
+    """See the module. vLLM calls it from the worker's one thread."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> None:
+        self.stats = KVTierStats()
+        self._config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings
+        self._group = group_name(vllm_config.kv_transfer_config.engine_id)
+        self._number = vllm_config.parallel_config.rank
+        self._ranks = vllm_config.parallel_config.world_size
+        self._why_off = ""
+        self._logged_at = 0.0
+
+        self._cache: kvtier.Cache | None = None
+        self._rank: kvtier.Rank | None = None
+        self._stopping: kvtier.Rank | None = None   # closed, but with a copy still running
+        self._pages: mapping.PageMap | None = None
+        self._chunk = 0
+        self._running: dict[int, LoadPlan] = {}     # loads without a report, by operation
+        self._by_request: dict[str, int] = {}
+        self._finished: set[str] = set()            # to be reported with the next results
+        self._invalid: set[int] = set()
+        self._failed: set[str] = set()              # whole requests, when their blocks are not known
+
+    # ---- opening and closing -------------------------------------------------
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Opens the cache and declares the pages. Raises mapping.Unsupported and
+        kvtier.Error, each with a sentence for the operator."""
+        mapping.check_topology(self._config)
+        who = identity.describe(self._config)
+        if who.draft:
+            raise mapping.Unsupported("speculative decoding with a draft model is not supported yet")
+        geometry = mapping.geometry(self._config, self._kv_cache_config, _dcp_rank(self._config))
+        pages = mapping.page_map(
+            kv_caches, self._kv_cache_config, geometry, _backends(self._config, kv_caches), who.kv_dtype
+        )
+        chunk = pages.chunk_tokens(self._settings.chunk_tokens)
+        if chunk != self._settings.chunk_tokens:
+            logger.info(
+                "kvtier: chunk_tokens is %d instead of %d, a multiple of the %d tokens of a page",
+                chunk, self._settings.chunk_tokens, pages.tokens_per_row,
+            )
+        memory_only, reasons = who.memory_only, [who.reason] if who.reason else []
+        weights = ""
+        if self._number == 0:
+            found = identity.weights(self._config)
+            weights, memory_only = found.digest, memory_only or found.memory_only
+            reasons += [found.reason] if found.reason else []
+        library = dict(self._settings.library)
+        if self._number != 0:
+            library["role"] = "member"
+        cache = kvtier.Cache.open(library, self._settings.library_path or None)
+        try:
+            rank = cache.register(
+                {
+                    "group": self._group,
+                    "ranks": self._ranks,
+                    "rank": self._number,
+                    "model": who.model,
+                    "attention": who.attention,
+                    "draft": who.draft,
+                    "kv_dtype": who.kv_dtype,
+                    "kv_scales": who.kv_scales,
+                    "quantisation": who.quantisation,
+                    "weights": weights,
+                    "memory_only": memory_only,
+                    "encoding": pages.encoding,
+                    "chunk_tokens": chunk,
+                    "block_tokens": geometry.block_tokens,
+                    "num_blocks": geometry.num_blocks,
+                    "dcp": geometry.dcp,
+                    "dcp_rank": geometry.dcp_rank,
+                    "interleave": geometry.interleave,
+                    "groups": [{"kind": "full", "tokens_per_row": pages.tokens_per_row}],
+                    "provenance": _provenance(self._config),
+                },
+                pages.regions,
+            )
+        except BaseException:
+            cache.close(self._settings.close_timeout_s)
+            raise
+        self._cache, self._rank, self._pages, self._chunk = cache, rank, pages, chunk
+        _inbox.open(rank.handle)
+        if memory_only:
+            logger.info("kvtier: nothing of this model goes to disk: %s", "; ".join(reasons))
+        try:
+            self._announce(rank.ready(READY_S), who)
+        except kvtier.Timeout:
+            logger.info(
+                "kvtier: %s is registered; until a leader accepts the group, every lookup is a miss (%s)",
+                who.model, cache.state()[1],
+            )
+        except kvtier.Error as e:
+            self.close()
+            raise e
+
+    def _announce(self, a: kvtier.Accepted, who: identity.Identity) -> None:
+        """One line that says what the cache will do."""
+        state, detail = self._cache.state()
+        dram = a.slots * a.chunk_tokens
+        disk = "no disk"
+        if a.disk_bytes:
+            held = a.disk_bytes // (a.slot_bytes + 4096) * a.chunk_tokens
+            disk = f"{held} tokens on {a.disk_bytes / (1 << 30):.1f} GiB of disk"
+        logger.info(
+            "kvtier: %s (%s), namespace %s: %s, %d bytes a token, chunks of %d tokens; "
+            "%d tokens fit in %.1f GiB of DRAM, %s",
+            state, detail, a.fingerprint.hex()[:16], who.model, self._pages.bytes_per_token,
+            a.chunk_tokens, dram, a.slots * a.slot_bytes / (1 << 30), disk,
+        )
+
+    @property
+    def is_off(self) -> bool:
+        return bool(self._why_off)
+
+    def switch_off(self, why: str) -> None:
+        """Stores and loads nothing more. Loads in flight are ended first, so that
+        what is reported then has really stopped."""
+        if self._why_off:
+            return
+        self._why_off = why
+        logger.error("kvtier: the cache is off for this worker: %s", why)
+        self.close()
+
+    def close(self) -> None:
+        """Ends copies, then the cache. Bounded; idempotent."""
+        rank, self._rank = self._rank or self._stopping, None
+        if rank is not None:
+            self._stopping = rank
+            # Raises while a copy is still running. Then nothing is reported: its
+            # pages must not be given to somebody else.
+            rank.close(self._settings.close_timeout_s)
+            self._stopping = None
+            _inbox.close(rank.handle)
+        for op in list(self._running):
+            self._report(op, 0)
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            drain_records(cache)
+            cache.close(self._settings.close_timeout_s)
+
+    def handshake(self) -> KVTierHandshake:
+        p = self._config.parallel_config
+        groups = self._kv_cache_config.kv_cache_groups
+        return KVTierHandshake(
+            root=root_of(self._settings),
+            group=self._group,
+            interleave=p.cp_kv_cache_interleave_size,
+            block_tokens=groups[0].kv_cache_spec.block_size if groups else 0,
+            rank=self._number,
+            ranks=self._ranks,
+            off=self._why_off,
+        )
+
+    # ---- step -------------------------------------------------------------------
+
+    def start_load(self, meta: KVTierMetadata) -> None:
+        failed: Exception | None = None
+        for plan in meta.loads:
+            self._running[plan.op] = plan
+            self._by_request[plan.request_id] = plan.op
+            started = False
+            try:
+                started = self._start(plan)
+            except Exception as e:
+                failed = e
+            if not started:
+                self._report(plan.op, 0)
+        if failed is not None:
+            raise failed
+
+    def _start(self, plan: LoadPlan) -> bool:
+        """False: nothing was begun, and no event will come."""
+        if self._rank is None or not plan.verdicts or not plan.session or not plan.blocks:
+            return False
+        try:
+            self._rank.load(
+                plan.op,
+                plan.session,
+                plan.first_token,
+                plan.tokens,
+                np.array(plan.blocks, np.uint32),
+                _quads(plan.verdicts),
+                plan.chunks,
+            )
+        except kvtier.Error as e:
+            logger.warning("kvtier: a load of %d tokens could not begin: %s", plan.tokens, e)
+            return False
+        return True
+
+    def save(self, meta: KVTierMetadata) -> None:
+        failed: Exception | None = None
+        for plan in meta.stores:
+            if self._rank is None:
+                break
+            try:
+                self._store(plan)
+            except Exception as e:
+                failed = e
+        if failed is not None:
+            raise failed
+
+    def _store(self, plan: StorePlan) -> None:
+        copied = self._rank.store(
+            plan.op,
+            plan.session,
+            plan.first_ordinal,
+            _quads(plan.grants),
+            np.array(plan.blocks, np.uint32),
+        )
+        self.stats.add("stores" if copied else "stores_stale")
+
+    def results(self, finished_requests: set[str]) -> KVConnectorTransferResults:
+        if self._stopping is not None:
+            self.close()
+        if self._rank is not None:
+            for request_id in finished_requests:
+                op = self._by_request.get(request_id)
+                if op is not None:
+                    self._rank.cancel_load(op)      # aborted; it still reports once
+            if self._running:
+                for e in _inbox.take(self._cache, self._rank.handle):
+                    self._ended(e)
+            if time.monotonic() - self._logged_at > LOG_S:
+                self._logged_at = time.monotonic()
+                drain_records(self._cache)
+        finished, self._finished = self._finished, set()
+        failed, self._failed = self._failed, set()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Asked for after the results of the same step, never later."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def _ended(self, e: kvtier.LoadEvent) -> None:
+        plan = self._running.get(e.op)
+        if plan is None:
+            return
+        self.stats.add("loaded_bytes", e.bytes)
+        good = plan.chunks if e.status == 0 else min(e.failed_chunk, plan.chunks - 1)
+        if good and self._settings.test_flip_byte:
+            self._flip(plan)
+        self._report(e.op, good)
+
+    def _report(self, op: int, good: int) -> None:
+        """``good``: leading chunks of the operation that are in the pages."""
+        plan = self._running.pop(op)
+        self._by_request.pop(plan.request_id, None)
+        self._finished.add(plan.request_id)
+        self.stats.add("loads_done")
+        if good >= plan.chunks:
+            return
+        self.stats.add("loads_failed")
+        if not plan.blocks:
+            self._failed.add(plan.request_id)
+            return
+        k = 0
+        if good and self._chunk and self._pages is not None:
+            span = self._pages.geometry.block_tokens * self._pages.geometry.dcp
+            failed_from = (plan.first_token // self._chunk + good) * self._chunk
+            k = max(0, failed_from - plan.first_token) // span
+        self._invalid.update(plan.blocks[k:])
+
+    def _flip(self, plan: LoadPlan) -> None:
+        """Tests only: changes one bit in the first page of a load."""
+        region = self._pages.regions[0]
+        at = region.base + plan.blocks[0] * region.block_stride
+        byte = ctypes.c_uint8.from_address(at)
+        byte.value ^= 0x40
+
+
+def _quads(rows: list[tuple[int, int, int]]) -> np.ndarray:
+    out = np.zeros((len(rows), 4), np.uint32)
+    out[:, :3] = rows
+    return out
+
+
+def _dcp_rank(vllm_config: VllmConfig) -> int:
+    if vllm_config.parallel_config.decode_context_parallel_size == 1:
+        return 0
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    return get_dcp_group().rank_in_group
+
+
+def _backends(vllm_config: VllmConfig, names: Mapping[str, Any]) -> dict[str, str]:
+    """The attention backend of each layer that has one."""
+    layers = vllm_config.compilation_config.static_forward_context
+    found = {}
+    for name in names:
+        get = getattr(layers.get(name), "get_attn_backend", None)
+        if get is not None:
+            found[name] = get().get_name()
+    return found
+
+
+def _provenance(vllm_config: VllmConfig) -> dict[str, str]:
+    """What made the bytes, for people; no part of their identity."""
+    import torch
+    import vllm
+
+    p = vllm_config.parallel_config
+    return {
+        "engine": f"vllm {vllm.__version__}",
+        "torch": torch.__version__,
+        "tp": str(p.tensor_parallel_size),
+        "pp": str(p.pipeline_parallel_size),
+        "dcp": str(p.decode_context_parallel_size),
+        "interleave": str(p.cp_kv_cache_interleave_size),
+    }

@@ -1,0 +1,407 @@
+"""vLLM's real scheduler and this connector's two halves over the real library, in
+one process, without a model.
+
+A page holds, per layer and token, one 64-bit hash of the whole prefix up to that
+token. Before a forward every computed token of every scheduled request is
+compared; so KV of other tokens, of other weights, or from given-away pages is
+seen at once.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import models
+import numpy as np
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvtier.vllm import KVTierConnector
+
+torch.set_num_threads(1)
+
+LAYERS = 2
+TOKEN_BYTES = 8     # of one layer: one hash
+ROW_STRIDE = 64     # a row of 16 bytes, rounded up
+MAX_LEN = 1024
+M64 = (1 << 64) - 1
+
+
+def mix(x: int) -> int:
+    """A bijection of 64 bits with good diffusion."""
+    x = (x + 0x9E3779B97F4A7C15) & M64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & M64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & M64
+    return x ^ (x >> 31)
+
+
+def prefix_hashes(tokens: list[int]) -> np.ndarray:
+    out, v = [], 7
+    for t in tokens:
+        v = mix(v ^ (t * 0x1000193 & M64))
+        out.append(v)
+    return np.array(out, np.uint64)
+
+
+def next_token(hash_of_prefix: int) -> int:
+    """What the "model" samples."""
+    return int(hash_of_prefix) % 997 + 3
+
+
+def slot_bytes(chunk_tokens: int) -> int:
+    return -(-chunk_tokens * ROW_STRIDE // 4096) * 4096
+
+
+_configs: dict[tuple, VllmConfig] = {}
+_home = tempfile.TemporaryDirectory(prefix="kvtier-test-")
+
+
+def _model(recognisable: bool) -> Path:
+    path = models.write(Path(_home.name) / ("w" if recognisable else "n"), "deepseek")
+    if recognisable:
+        header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+        (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\1\2\3\4")
+    return path
+
+
+def _config(block: int, recognisable: bool) -> VllmConfig:
+    """Built once per shape: it takes seconds. Fields that tests vary are set anew."""
+    key = (block, recognisable)
+    if key not in _configs:
+        cfg = VllmConfig(
+            model_config=ModelConfig(
+                model=str(_model(recognisable)), skip_tokenizer_init=True, dtype="bfloat16",
+                max_model_len=MAX_LEN, enforce_eager=True,
+            ),
+            parallel_config=ParallelConfig(),
+            cache_config=CacheConfig(block_size=block, enable_prefix_caching=True),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=16, max_num_batched_tokens=8192, max_model_len=MAX_LEN,
+                is_encoder_decoder=False, enable_chunked_prefill=True,
+            ),
+            device_config=DeviceConfig("cpu"),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="KVTierConnector", kv_connector_module_path="kvtier.vllm", kv_role="kv_both"
+            ),
+        )
+        # The CPU platform has ideas of its own about MLA.
+        cfg.cache_config.block_size = block
+        cfg.cache_config.enable_prefix_caching = True
+        cfg.cache_config.kv_cache_layout = "LBNHC"
+        _configs[key] = cfg
+    return _configs[key]
+
+
+class Sequence:
+    """What a request should be: its tokens, with those the model will sample."""
+
+    def __init__(self, request_id: str, prompt: list[int], max_new: int) -> None:
+        self.id = request_id
+        self.prompt_len, self.max_new = len(prompt), max_new
+        tokens = list(prompt)
+        v = prefix_hashes(tokens).tolist()
+        for _ in range(max_new + 8):
+            t = next_token(v[-1])
+            tokens.append(t)
+            v.append(mix(v[-1] ^ (t * 0x1000193 & M64)))
+        self.tokens, self.hashes = tokens, np.array(v, np.uint64)
+        self.born = 0
+        self.request: Request | None = None
+
+
+class Engine:
+    """One scheduler and one rank.
+
+    ``extra`` is the kv_connector_extra_config. The cache is the leader of a root
+    of its own unless ``extra`` names one."""
+
+    _number = 0
+
+    def __init__(
+        self,
+        *,
+        block: int = 16,
+        chunk: int = 64,
+        blocks: int = 200,
+        slots: int = 64,
+        batched_tokens: int = 8192,
+        sequences: int = 16,
+        async_scheduling: bool = False,
+        policy: str = "fcfs",
+        extra: dict | None = None,
+        recognisable: bool = False,
+        home: Path | None = None,
+        worker: bool = True,
+    ) -> None:
+        Engine._number += 1
+        self.block, self.chunk, self.blocks, self.slots = block, chunk, blocks, slots
+        self.weights = 0
+        self.sequences: dict[str, Sequence] = {}
+        self.problems: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self._home = home or Path(_home.name)
+        self.extra = {
+            "chunk_tokens": chunk,
+            "min_load_tokens": 1,
+            "lookup_wait_s": 2.0,
+            "required": True,
+            "name": f"test-{Engine._number}",
+            "runtime_dir": str(self._home),
+            "dram_gib": slots * slot_bytes(chunk) / (1 << 30),
+        } | (extra or {})
+        cfg = self.config = _config(block, recognisable)
+        s = cfg.scheduler_config
+        s.max_num_seqs, s.max_num_batched_tokens = sequences, batched_tokens
+        s.max_num_scheduled_tokens = batched_tokens
+        s.enable_chunked_prefill, s.async_scheduling, s.policy = True, async_scheduling, policy
+        transfer = cfg.kv_transfer_config
+        transfer.kv_connector_extra_config = self.extra
+        transfer.engine_id = f"engine-{Engine._number}"
+        transfer.kv_load_failure_policy = "fail"
+
+        spec = MLAAttentionSpec(
+            block_size=block, num_kv_heads=1, head_size=TOKEN_BYTES // 2, dtype=torch.bfloat16
+        )
+        specs = {f"model.layers.{i}.self_attn.attn": spec for i in range(LAYERS)}
+        memory = blocks * LAYERS * spec.page_size_bytes
+        kv = generate_scheduler_kv_cache_config(get_kv_cache_configs(cfg, [specs], [memory]))
+        assert kv.num_blocks == blocks
+        scheduler_block, hash_block = resolve_kv_cache_block_sizes(kv, cfg)
+        assert scheduler_block == block
+        cfg.cache_config.num_gpu_blocks = blocks
+        cfg.cache_config.hash_block_size = hash_block
+        self.caches = allocate_kv_cache(kv, torch.device("cpu"), KVCacheLayout.LBNHC, [block])
+        self.pages = [
+            t.view(torch.uint8).reshape(blocks, block, TOKEN_BYTES).numpy().view(np.uint64)[:, :, 0]
+            for t in self.caches.values()
+        ]
+        # As in an engine: workers first, then the scheduler, then the handshake.
+        self.worker = None
+        if worker:
+            self.worker = KVTierConnector(cfg, KVConnectorRole.WORKER, kv)
+            self.worker.register_kv_caches(self.caches)
+        cls = AsyncScheduler if async_scheduling else Scheduler
+        self.scheduler = cls(
+            vllm_config=cfg, kv_cache_config=kv, structured_output_manager=StructuredOutputManager(cfg),
+            block_size=scheduler_block, hash_block_size=hash_block, log_stats=True,
+        )
+        self.connector: KVTierConnector = self.scheduler.connector
+        if async_scheduling:
+            self.scheduler.defer_block_free = True      # vLLM derives it from the executor
+        if self.worker is not None:
+            self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        hash_fn = get_hash_fn_by_name(cfg.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self._hasher = get_request_block_hasher(hash_block, hash_fn)
+
+    # ---- the connector's insides, for assertions
+
+    @property
+    def half(self):
+        return self.connector._scheduler
+
+    @property
+    def cache(self):
+        return self.worker._worker._cache
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.shutdown()
+        self.scheduler.shutdown()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    # ---- requests
+
+    def add(self, prompt: list[int], max_new: int = 4, request_id: str | None = None, **kw) -> Sequence:
+        q = Sequence(request_id or f"r{len(self.sequences)}", prompt, max_new)
+        params = kw.pop("sampling", {})
+        q.request = Request(
+            request_id=q.id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=max_new, ignore_eos=True, **params),
+            pooling_params=None,
+            block_hasher=self._hasher,
+            **kw,
+        )
+        self.sequences[q.id] = q
+        self.scheduler.add_request(q.request)
+        return q
+
+    def abort(self, q: Sequence) -> None:
+        self.scheduler.finish_requests(q.id, RequestStatus.FINISHED_ABORTED)
+
+    def values(self, q: Sequence) -> np.ndarray:
+        return q.hashes ^ np.uint64(mix(1000 + self.weights))
+
+    # ---- one step, in the order of vLLM's model runner
+
+    def schedule(self):
+        """Returns the scheduler's output and what the workers know of it."""
+        output = self.scheduler.schedule()
+        start = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        start.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        todo = {}
+        for rid, n in output.num_scheduled_tokens.items():
+            table = np.array(self.scheduler.kv_cache_manager.get_block_ids(rid)[0])
+            drafts = list(output.scheduled_spec_decode_tokens.get(rid, ()))
+            todo[rid] = (start[rid], n, drafts, table, self.scheduler.requests[rid].is_prefill_chunk)
+        return output, todo
+
+    def execute(self, output, todo) -> ModelRunnerOutput:
+        sampled = self._forward(todo)
+        self.worker.handle_preemptions(output.kv_connector_metadata)
+        self.worker.bind_connector_metadata(output.kv_connector_metadata)
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(output.finished_req_ids)
+        kv = KVConnectorOutput(
+            finished_sending=results.finished_sending or None,
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
+        )
+        kv.kv_connector_stats = self.worker.get_kv_connector_stats()
+        if kv.kv_connector_stats is not None:
+            self.counts.update(kv.kv_connector_stats.data)
+        self.worker.clear_connector_metadata()
+        ids = list(todo)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={r: i for i, r in enumerate(ids)},
+            sampled_token_ids=[sampled[r] for r in ids],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+            kv_connector_output=kv,
+        )
+
+    def update(self, output, result: ModelRunnerOutput) -> None:
+        before = self.half.stats.data.copy()
+        self.scheduler.update_from_output(output, result)
+        self.counts.update({k: v for k, v in before.items()})
+
+    def step(self):
+        output, todo = self.schedule()
+        self.update(output, self.execute(output, todo))
+        return output
+
+    def run(self, limit: int = 3000) -> None:
+        """Until all requests are done."""
+        import time
+
+        for _ in range(limit):
+            if not self.scheduler.has_requests() and not self.scheduler.requests:
+                return
+            output = self.step()
+            if not output.num_scheduled_tokens:
+                time.sleep(0.001)       # as the engine core does
+        raise AssertionError(f"does not end: {[r.status.name for r in self.scheduler.requests.values()]}")
+
+    def _forward(self, todo) -> dict[str, list[int]]:
+        """Checks the computed tokens, writes the new ones, samples."""
+        sampled = {}
+        for rid, (start, n, drafts, table, prefill) in todo.items():
+            q = self.sequences[rid]
+            n = min(n, len(q.tokens) - start)   # async scheduling may run past the end
+            want = self.values(q)
+            self._check(q, start, table, want)
+            new = want[start : start + n].copy()
+            accepted, known = 0, start + n - len(drafts)
+            for i, d in enumerate(drafts):
+                if accepted == i and known + i < len(q.tokens) and d == q.tokens[known + i]:
+                    accepted += 1
+                elif i < n:
+                    new[n - len(drafts) + i] = np.uint64(mix(d + i + 99999))
+            p = np.arange(start, start + n)
+            for l, page in enumerate(self.pages):
+                page[table[p // self.block], p % self.block] = new ^ np.uint64(mix(l))
+            sampled[rid] = [] if prefill else [q.tokens[known + i] for i in range(accepted + 1)]
+        return sampled
+
+    def _check(self, q: Sequence, end: int, table: np.ndarray, want: np.ndarray) -> None:
+        p = np.arange(end)
+        for l, page in enumerate(self.pages):
+            have = page[table[p // self.block], p % self.block] ^ np.uint64(mix(l))
+            wrong = np.flatnonzero(have != want[:end])
+            if len(wrong):
+                self.problems.append(
+                    f"request {q.id} layer {l}: token {wrong[0]} of {end} computed ones is wrong, {len(wrong)} in all"
+                )
+                return
+
+    # ---- the end
+
+    def settled(self, timeout_s: float = 10.0) -> dict:
+        """What is still held once the engine is idle; waits for what ends by itself."""
+        import time
+
+        end = time.monotonic() + timeout_s
+        while True:
+            left = self.left()
+            if not left or time.monotonic() > end:
+                return left
+            time.sleep(0.01)
+
+    def left(self) -> dict:
+        left = {k: v for k, v in self.half.leftovers().items() if v}
+        w = self.worker._worker
+        left |= {k: v for k, v in {"running": len(w._running), "finished": len(w._finished)}.items() if v}
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if free != self.blocks - 1:
+            left["blocks"] = self.blocks - 1 - free
+        if w._cache is not None:
+            left |= library_leftovers(w._cache.stats())
+        return left
+
+
+def library_leftovers(stats: dict) -> dict:
+    """What the leader holds for engines: nothing once they are idle."""
+    leader = stats["leader"] or {}
+    left: Counter[str] = Counter()
+    for g in leader.get("groups") or ():
+        for what in ("leases", "slots_charged", "stores_running", "loads_running"):
+            left["leader " + what] += g[what]
+    for n in leader.get("namespaces") or ():
+        left["disk reads"] += n["disk_reads_running"]
+        for state, count in n["slots"].items():
+            if state.lower() not in ("free", "ready"):
+                left[f"slots {state}"] += count
+        arena = n["arena"]
+        left["pins"] += arena.get("pins", arena.get("Pins", 0))
+    return {k: v for k, v in left.items() if v}

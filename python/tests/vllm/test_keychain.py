@@ -1,0 +1,234 @@
+"""Keys of requests, against a second implementation of the published encoding."""
+
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from kvtier.vllm import keychain
+from kvtier.vllm.keychain import KeyChain, LoRADigests, NotIdentified, Roots
+
+FP = bytes(range(32))
+C = 8
+
+
+def request(tokens, **kw):
+    if "pooling_params" not in kw:
+        kw |= {"sampling_params": SamplingParams(max_tokens=4), "pooling_params": None}
+    return Request(request_id="r", prompt_token_ids=tokens, **kw)
+
+
+def image(offset, length, identifier="ab" * 32, modality="image"):
+    return MultiModalFeatureSpec(
+        data=None, modality=modality, identifier=identifier, mm_position=PlaceholderRange(offset=offset, length=length)
+    )
+
+
+# ---- the encoding, once more
+
+
+def extra(kind, data, offset=0):
+    return struct.pack("<HHi", kind, len(data), offset) + data
+
+
+def root_of(extras):
+    body = b"kvtier-key-1\0" + FP + struct.pack("<I", len(extras)) + b"".join(sorted(extras))
+    return hashlib.sha256(body).digest()
+
+
+def chain_of(parent, tokens, extras_of=lambda j: []):
+    out = []
+    for j in range(len(tokens) // C):
+        xs = extras_of(j)
+        body = b"kvtier-chunk-1\0" + parent + struct.pack(f"<I{C}I", C, *tokens[j * C : (j + 1) * C])
+        parent = hashlib.sha256(body + struct.pack("<I", len(xs)) + b"".join(xs)).digest()
+        out.append(parent)
+    return out
+
+
+def made(chain, n):
+    return [k.tobytes() for k in chain.lookup(n)]
+
+
+@pytest.fixture
+def roots():
+    return Roots(FP, "", LoRADigests())
+
+
+def test_plain_chain_and_incremental_growth(roots):
+    tokens = list(range(100, 100 + 5 * C + 3))
+    want = chain_of(root_of([]), tokens)
+    r = request(tokens)
+    chain = KeyChain(r, roots.root(r, b""), C)
+    assert made(chain, 5) == want and len(chain) == 0, "a lookup keeps nothing"
+    for n in (1, 2, 5):
+        chain.extend(n)
+        assert [k.tobytes() for k in chain.kept(0, n)] == want[:n]
+        assert chain.parent(n) == want[n - 1]
+    assert chain.parent(0) == root_of([])
+    chain.truncate(2)
+    assert len(chain) == 2 and made(chain, 5) == want
+    with pytest.raises(IndexError):
+        chain.extend(6)     # the sixth chunk is not full
+    with pytest.raises(IndexError):
+        chain.kept(0, 3)
+    assert chain.lookup(0).shape == (0, 32)
+
+
+def test_keys_follow_tokens_that_came_later(roots):
+    """A streaming session replaces its last token; kept keys end before it."""
+    r = request(list(range(C + C - 1)))
+    chain = KeyChain(r, roots.root(r, b""), C)
+    r.append_output_token_ids(7)
+    early = made(chain, 2)
+    r._all_token_ids[-1] = 9
+    assert made(chain, 2) == chain_of(root_of([]), r._all_token_ids) != early
+
+
+def test_prefix_extras_separate(roots):
+    tokens = list(range(2 * C))
+    tagged = Roots(FP, "team-a", LoRADigests())
+    seen = set()
+    for rs, kw, epoch, extras in (
+        (roots, {}, b"", []),
+        (roots, {"cache_salt": "s1"}, b"", [extra(2, hashlib.sha256(b"s1").digest())]),
+        (roots, {"cache_salt": "s2"}, b"", [extra(2, hashlib.sha256(b"s2").digest())]),
+        (roots, {}, b"e" * 16, [extra(3, b"e" * 16)]),
+        (tagged, {}, b"", [extra(4, hashlib.sha256(b"team-a").digest())]),
+        (
+            tagged,
+            {"cache_salt": "s1"},
+            b"e" * 16,
+            [extra(2, hashlib.sha256(b"s1").digest()), extra(3, b"e" * 16), extra(4, hashlib.sha256(b"team-a").digest())],
+        ),
+    ):
+        r = request(tokens, **kw)
+        root = rs.root(r, epoch)
+        assert root == root_of(extras)
+        seen.add(root)
+    assert len(seen) == 6
+    # An empty salt is no salt.
+    assert roots.root(request(tokens, cache_salt=""), b"") == root_of([])
+
+
+def test_multimodal_items_are_in_every_chunk_they_touch(roots):
+    tokens = list(range(4 * C))
+    items = [image(5, 10), image(2 * C + 1, 2, "cd" * 32, "audio")]
+    r = request(tokens, mm_features=items)
+    digests = [keychain.multimodal_digest("image", "ab" * 32, 10), keychain.multimodal_digest("audio", "cd" * 32, 2)]
+    spelled = struct.pack("<I", 5) + b"image" + struct.pack("<I", 64) + b"ab" * 32 + struct.pack("<I", 10)
+    assert digests[0] == hashlib.sha256(spelled).digest()
+    place = {0: [extra(16, digests[0], 5)], 1: [extra(16, digests[0], 5 - C)], 2: [extra(16, digests[1], 1)], 3: []}
+    want = chain_of(root_of([]), tokens, lambda j: place[j])
+    chain = KeyChain(r, roots.root(r, b""), C)
+    assert made(chain, 4) == want
+    # Piece by piece gives the same: chunk numbers are relative to what is handed over.
+    for n in (1, 2, 3, 4):
+        chain.extend(n)
+    assert [k.tobytes() for k in chain.kept(0, 4)] == want
+    moved = KeyChain(request(tokens, mm_features=[image(6, 10), items[1]]), roots.root(r, b""), C)
+    other = KeyChain(request(tokens, mm_features=[image(5, 10, "ee" * 32), items[1]]), roots.root(r, b""), C)
+    assert len({made(c, 4)[0] for c in (chain, moved, other)}) == 3
+
+
+def test_what_cannot_be_identified():
+    import torch
+
+    tokens = list(range(2 * C))
+    keychain.check_identifiable(request(tokens))
+    keychain.check_identifiable(request(tokens, mm_features=[image(0, 4)]))
+    keychain.check_identifiable(request(tokens, mm_features=[image(0, 4, "lora:" + "ab" * 32)]))
+    keychain.check_identifiable(request(tokens, mm_features=[image(0, 4, "photo-1")], cache_salt="mine"))
+    with pytest.raises(NotIdentified, match="caller"):
+        keychain.check_identifiable(request(tokens, mm_features=[image(0, 4, "photo-1")]))
+    with pytest.raises(NotIdentified, match="embeddings"):
+        keychain.check_identifiable(request(None, prompt_embeds=torch.zeros(C, 4)))
+    with pytest.raises(NotIdentified, match="pooling"):
+        keychain.check_identifiable(request(tokens, sampling_params=None, pooling_params=PoolingParams()))
+
+
+def test_tokens_that_are_no_tokens(roots):
+    r = request([-1] * C)
+    with pytest.raises((OverflowError, ValueError, TypeError)):
+        KeyChain(r, roots.root(r, b""), C).lookup(1)
+
+
+# ---- LoRA
+
+
+def adapter(path, content=b"weights", config=b"{}"):
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_bytes(config)
+    (path / "adapter_model.safetensors").write_bytes(content)
+    return path
+
+
+def lora(path, number=1, **kw):
+    return LoRARequest(lora_name="a", lora_int_id=number, lora_path=str(path), **kw)
+
+
+def digest(d, request):
+    """As requests see it: the first one only starts the reading."""
+    try:
+        return d.get(request)
+    except NotIdentified as e:
+        if "still being read" not in str(e):
+            raise
+        assert d.wait(10)
+        return d.get(request)
+
+
+def test_lora_is_identified_by_content(tmp_path):
+    d = LoRADigests()
+    a, b = adapter(tmp_path / "a"), adapter(tmp_path / "b")
+    with pytest.raises(NotIdentified, match="still being read"):
+        d.get(lora(a))
+    assert d.wait(10)
+    one = d.get(lora(a))
+    assert one == digest(d, lora(b, 2)), "the same content elsewhere is the same adapter"
+    assert one != digest(d, lora(adapter(tmp_path / "c", b"other"), 3))
+    assert one != digest(d, lora(adapter(tmp_path / "d", config=b'{"r":8}'), 4))
+    (a / "README.md").write_text("not part of it")
+    assert d.get(lora(a)) == one
+    r = request(list(range(C)), lora_request=lora(a))
+    assert Roots(FP, "", d).root(r, b"") == root_of([extra(1, one)])
+
+
+def test_lora_replaced_under_the_same_path(tmp_path):
+    import os
+
+    d = LoRADigests()
+    a = adapter(tmp_path / "a")
+    one = digest(d, lora(a))
+    adapter(a, b"weightz")
+    os.utime(a / "adapter_model.safetensors", ns=(1, 1))
+    # Which of the two the engine uses is not known.
+    with pytest.raises(NotIdentified, match="changed"):
+        digest(d, lora(a))
+    two = digest(d, lora(a, load_inplace=True))
+    assert two != one and d.get(lora(a)) == two
+
+
+def test_lora_that_is_not_there(tmp_path):
+    d = LoRADigests()
+    with pytest.raises(NotIdentified, match="not a local directory"):
+        d.get(lora("some-org/adapter"))
+    (tmp_path / "e").mkdir()
+    with pytest.raises(NotIdentified, match="no weight files"):
+        d.get(lora(tmp_path / "e"))
+
+
+def test_kept_keys_are_a_copy(roots):
+    r = request(list(range(2 * C)))
+    chain = KeyChain(r, roots.root(r, b""), C)
+    chain.extend(2)
+    kept = chain.kept(0, 2)
+    assert kept.dtype == np.uint8 and kept.flags.c_contiguous
+    chain._keys[:] = 0
+    assert kept.any()
