@@ -292,7 +292,7 @@ def test_two_processes_share_a_root(script: Script, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_connector_is_known_by_its_name(script: Script) -> None:
-    script("""
+    code = """
         from kvtier import _plugin
         _plugin.register()
         _plugin.register()
@@ -300,4 +300,5 @@ def test_the_connector_is_known_by_its_name(script: Script) -> None:
         assert "KVTierConnector" in KVConnectorFactory._registry
         assert "kvtier.vllm" not in sys.modules
         assert "libkvtier" not in open("/proc/self/maps").read()
-    """)
+    """
+    script(code, timeout=300)  # importing vLLM takes its time
