@@ -22,8 +22,12 @@ const (
 	StateClosed  = "closed"
 )
 
-// statsTimeout bounds the question to a leader in another process.
-const statsTimeout = time.Second
+const (
+	// statsTimeout bounds the question to a leader in another process.
+	statsTimeout = time.Second
+	// rootCheck is how often a leader looks whether its lock still means its root.
+	rootCheck = time.Minute
+)
 
 // Cache is this process's part in the cache of one root. All methods may be called
 // from any goroutine.
@@ -37,6 +41,8 @@ type Cache struct {
 	records *recordRing
 	events  *eventQueue
 
+	rootCheck time.Duration
+
 	closing chan struct{} // closed by the last Close
 	done    chan struct{} // closed when all is ended
 
@@ -45,11 +51,11 @@ type Cache struct {
 	role         Role
 	state        string
 	detail       string
-	leader       *leader       // while leading
-	leaderGone   chan struct{} // closed when leader is about to close
-	control      *control      // while a member
-	turns        uint64        // counts changes of state
-	changed      chan struct{} // closed and replaced at every change of state
+	leader       *leader         // while leading
+	leaderGone   <-chan struct{} // closed when leader is about to close
+	control      *control        // while a member
+	turns        uint64          // counts changes of state
+	changed      chan struct{}   // closed and replaced at every change of state
 	members      map[*member]struct{}
 	closeTimeout time.Duration
 	closeErr     error
@@ -62,7 +68,7 @@ func newCache(cfg *Config, root *tier.Root, id os.FileInfo) (*Cache, error) {
 	}
 	c := &Cache{
 		cfg: cfg, root: root, id: id, bell: b,
-		records: &recordRing{bell: b}, events: &eventQueue{bell: b},
+		records: &recordRing{bell: b}, events: &eventQueue{bell: b}, rootCheck: rootCheck,
 		closing: make(chan struct{}), done: make(chan struct{}), changed: make(chan struct{}),
 		refs: 1, role: cfg.Role, state: StateOpening, members: make(map[*member]struct{}),
 	}
@@ -74,10 +80,8 @@ func (c *Cache) start() {
 	if n := c.cfg.maxProcs(runtime.NumCPU()); n > 0 && (c.cfg.GOMAXPROCS > 0 || n < runtime.GOMAXPROCS(0)) {
 		runtime.GOMAXPROCS(n)
 	}
-	spawn.Go("opening loop", func(err error) {
-		c.log.Error("the cache is switched off", "error", err)
-		c.finish(StateClosed, err)
-	}, c.run)
+	// The loop lets go of everything also when it panics.
+	spawn.Go("opening loop", func(err error) { c.log.Error("the cache is switched off", "error", err) }, c.run)
 }
 
 // share counts one more opener; false when the Cache is closing. The stronger role

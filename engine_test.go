@@ -2,6 +2,7 @@ package kvtier
 
 import (
 	"encoding/binary"
+	"encoding/json"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -324,6 +325,33 @@ func (e *engine) requireLoaded(events []Event, op LoadOp) {
 		seen[ev.Rank] = true
 	}
 	require.Len(e.t, seen, len(e.ranks))
+}
+
+// requireIdle waits until the leader has nothing of this engine under way and nothing
+// pinned for it.
+func (e *engine) requireIdle() {
+	e.t.Helper()
+	var text []byte
+	require.Eventually(e.t, func() bool {
+		var s struct {
+			Groups []struct {
+				Charged int `json:"slots_charged"`
+				Stores  int `json:"stores_running"`
+				Loads   int `json:"loads_running"`
+				Leases  int `json:"leases"`
+			} `json:"groups"`
+		}
+		var err error
+		text, err = e.cache.leaderStats()
+		require.NoError(e.t, err)
+		require.NoError(e.t, json.Unmarshal(text, &s))
+		for _, g := range s.Groups {
+			if g.Charged+g.Stores+g.Loads+g.Leases > 0 {
+				return false
+			}
+		}
+		return len(s.Groups) > 0
+	}, testWait, time.Millisecond, "something is left: %s", text)
 }
 
 func payload(seed uint64, n int) []byte {

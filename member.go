@@ -63,14 +63,10 @@ func (m *member) start() error {
 func (m *member) run() {
 	backoff := firstBackoff
 	for !m.isClosing() {
-		turn := m.cache.turn()
 		began := time.Now()
 		l, err := m.cache.attach(&m.hello, m.closing)
-		if err == nil && m.serve(l) {
-			err = m.refusal()
-		}
-		if m.isClosing() {
-			break
+		if err == nil {
+			m.serve(l)
 		}
 		if time.Since(began) > lastBackoff {
 			backoff = firstBackoff // it worked for a while: the next leader may be there at once
@@ -78,13 +74,6 @@ func (m *member) run() {
 		var refused *RefusedError
 		if errors.As(err, &refused) {
 			m.refuse(refused)
-			if refused.Final {
-				// Another leader may decide otherwise; this one will not.
-				if !m.cache.waitTurn(turn, m.closing) {
-					break
-				}
-				continue
-			}
 		}
 		if !pause(backoff, m.closing) {
 			break
@@ -94,41 +83,40 @@ func (m *member) run() {
 	m.finish()
 }
 
-// serve holds one link until it is lost, the member closes, or the group is
-// refused for good (true).
-func (m *member) serve(l link) (final bool) {
+// serve holds one link until it is lost or the member closes, or until the group is
+// refused and may be declared again. After a final refusal it stays, so that members
+// that come later hear the same; another leader may decide otherwise.
+func (m *member) serve(l link) {
 	m.mu.Lock()
-	m.link, m.session = l, l.welcome().Session
+	m.link, m.session, m.refused = l, l.welcome().Session, nil
 	m.attaches++
 	m.broadcast()
 	m.mu.Unlock()
 	defer m.detach(l)
 
 	if err := l.declare(m.decl); err != nil {
-		return false
+		return
 	}
 	for {
 		select {
 		case <-m.closing:
-			return false
+			return
 		case <-l.lost():
-			return false
+			return
 		case answer := <-l.declared():
 			if answer.refuse != nil {
-				r := &RefusedError{Reason: answer.refuse.Reason, Final: answer.refuse.Final}
-				m.refuse(r)
-				m.cache.log.Warn("group refused", "group", m.hello.Group, "rank", m.hello.Rank, "reason", r.Reason)
-				if !r.Final {
-					pause(lastBackoff, m.closing)
+				m.refuse(&RefusedError{Reason: answer.refuse.Reason, Final: answer.refuse.Final})
+				if answer.refuse.Final {
+					continue
 				}
-				return r.Final
+				pause(lastBackoff, m.closing)
+				return
 			}
 			v, err := answer.open()
 			if err != nil {
-				m.refuse(&RefusedError{Reason: err.Error()})
-				m.cache.log.Error("cannot use the leader's memory", "group", m.hello.Group, "rank", m.hello.Rank, "error", err)
+				m.refuse(&RefusedError{Reason: "cannot use the leader's memory: " + err.Error()})
 				pause(lastBackoff, m.closing)
-				return false
+				return
 			}
 			m.mu.Lock()
 			m.view, m.refused = v, nil
@@ -254,15 +242,13 @@ func (m *member) isClosing() bool {
 
 func (m *member) refuse(r *RefusedError) {
 	m.mu.Lock()
+	said := m.refused != nil && *m.refused == *r
 	m.refused = r
 	m.broadcast()
 	m.mu.Unlock()
-}
-
-func (m *member) refusal() *RefusedError {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return m.refused
+	if !said {
+		m.cache.log.Warn("refused by the leader", "group", m.hello.Group, "rank", m.hello.Rank, "reason", r.Reason, "final", r.Final)
+	}
 }
 
 // broadcast wakes whoever waits for a change; with mu held.
@@ -270,6 +256,16 @@ func (m *member) broadcast() {
 	close(m.changed)
 	m.changed = make(chan struct{})
 }
+
+// signal is a channel that may be closed more than once.
+type signal struct {
+	C    chan struct{}
+	once sync.Once
+}
+
+func newSignal() *signal { return &signal{C: make(chan struct{})} }
+
+func (s *signal) close() { s.once.Do(func() { close(s.C) }) }
 
 // pause waits, and reports false when it was ended by stop.
 func pause(d time.Duration, stop <-chan struct{}) bool {

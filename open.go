@@ -36,7 +36,7 @@ func openRoot(c *Config) (*tier.Root, error) {
 
 // run is the opening loop: leader, or member, or try again, until it is closed.
 func (c *Cache) run() {
-	defer c.finish(StateClosed, nil)
+	defer c.finish()
 	if c.before != nil {
 		// It has the lock; touching the file before it lets go would be a race for it.
 		select {
@@ -102,23 +102,45 @@ func (c *Cache) lead() (bool, string) {
 		_ = l.close(0) // nothing has been stored
 		return false, fmt.Sprintf("cannot listen for members: %v", err)
 	}
-	gone := make(chan struct{})
-	c.set(StateLeader, "leads "+c.root.Path(), func() { c.leader, c.leaderGone = l, gone })
+	gone := newSignal()
+	c.set(StateLeader, "leads "+c.root.Path(), func() { c.leader, c.leaderGone = l, gone.C })
 	c.log.Info("leading", "root", c.root.Path())
-	<-c.closing
-	c.endLeading(l, s, gone)
+	defer c.endLeading(l, s, gone)
+	c.watchRoot()
+	if !c.isClosing() {
+		c.log.Error("the root was removed or replaced, another process may lead there: the cache is off until it is opened again", "root", c.root.Path())
+		c.set(StateOpening, "the root was removed or replaced", func() { c.leader = nil })
+		// The leader's memory goes when no member can use it any more, at Close.
+		gone.close()
+		s.close()
+		<-c.closing
+	}
 	return true, ""
+}
+
+// watchRoot returns when the Cache is closed, or when the lock that it holds is not
+// that of the root any more.
+func (c *Cache) watchRoot() {
+	tick := time.NewTicker(c.rootCheck)
+	defer tick.Stop()
+	for c.root.StillLocked() {
+		select {
+		case <-tick.C:
+		case <-c.closing:
+			return
+		}
+	}
 }
 
 // endLeading is the order of an orderly end: this process's own members, then those
 // of others, who see the end and go quiet, and then the leader writes out what is
 // dirty.
-func (c *Cache) endLeading(l *leader, s *server, gone chan struct{}) {
+func (c *Cache) endLeading(l *leader, s *server, gone *signal) {
 	c.mu.Lock()
 	end := time.Now().Add(c.closeTimeout)
 	c.leader = nil
 	c.mu.Unlock()
-	close(gone)
+	gone.close()
 	c.endMembers()
 	s.close()
 	err := l.close(max(time.Until(end), 0))
@@ -173,22 +195,19 @@ func (c *Cache) endMembers() {
 	}
 }
 
-// finish lets go of everything. It is the end of the opening loop, also after a
-// panic.
-func (c *Cache) finish(state string, err error) {
+// finish lets go of everything. It is the end of the opening loop, also of one that
+// panicked.
+func (c *Cache) finish() {
 	c.mu.Lock()
 	if c.refs > 0 {
 		c.refs = 0
 		close(c.closing)
 	}
 	c.leader, c.control = nil, nil
-	if c.closeErr == nil {
-		c.closeErr = err
-	}
 	c.mu.Unlock()
 	c.endMembers()
 	_ = c.root.Close()
-	c.set(state, "", nil)
+	c.set(StateClosed, "", nil)
 	caches.forget(c)
 	c.bell.close()
 	close(c.done)

@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvtier/kvtier/tier"
 )
 
 func (p *process) signal(s os.Signal) {
@@ -31,7 +33,8 @@ func (p *process) stop() {
 
 func leadingProcess(t *testing.T, dir string) *process {
 	t.Helper()
-	p := startProcess(t, testConfig(dir, RoleLeader))
+	// Room for the arenas of two namespaces, whichever is accepted first.
+	p := startProcess(t, testConfigOf(dir, RoleLeader, 8*suiteDRAM))
 	require.Equal(t, StateLeader, p.state())
 	return p
 }
@@ -197,6 +200,58 @@ func TestLoadIsReportedWhenTheLeaderDies(t *testing.T) {
 		require.EqualValues(t, e.geo.C, ev.Tokens)
 	}
 	e.requireOnly(p, 0, e.geo.C, 3)
+}
+
+// Copies of a session stop before anything of it goes, and before the next begins.
+func TestEndOfASessionStopsRunningCopies(t *testing.T) {
+	dir := t.TempDir()
+	leader := openTest(t, dir, RoleLeader)
+	c := openApart(t, dir, RoleMember)
+	e := newEngine(t, c, smallEngine)
+	r := e.ranks[0]
+	// A copy as the worker and a store would have it.
+	v, _, session, release, err := r.m.use()
+	require.NoError(t, err)
+	running := &load{state: loadRunning}
+	r.loader.mu.Lock()
+	r.loader.loads[running] = struct{}{}
+	r.loader.mu.Unlock()
+	require.True(t, c.events.reserve())
+
+	require.NoError(t, leader.Close(testWait))
+	require.Eventually(t, func() bool { return v.stop.Load() && running.stop.Load() }, testWait, time.Millisecond)
+	again := openApart(t, dir, RoleLeader)
+	requireState(t, again, StateLeader)
+	requireState(t, c, StateMember)
+	_, err = r.Ready(100 * time.Millisecond)
+	require.ErrorIs(t, err, ErrTimeout, "the old copy still runs")
+	slot := v.slot(tier.Ref{})
+	slot[0]++ // it is still mapped
+	release()
+	e.ready()
+	require.NotEqual(t, session, e.k.Session())
+	r.loader.end(running, EventStale, nil)
+	require.Len(t, c.Events(10), 1)
+}
+
+func TestLeaderOfARemovedRootStandsAside(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "root")
+	cfg, err := parsed(t, testConfig(dir, RoleAuto)).filled()
+	require.NoError(t, err)
+	root, err := openRoot(cfg)
+	require.NoError(t, err)
+	c, err := newCache(cfg, root, nil)
+	require.NoError(t, err)
+	c.rootCheck = time.Millisecond
+	c.start()
+	watch(t, c)
+	b := newBlob(t, c)
+	require.NoError(t, os.Rename(filepath.Join(dir, "LOCK"), filepath.Join(dir, "LOCK.old")))
+	require.Eventually(t, func() bool {
+		return errors.Is(b.Get(blobKey(0), make([]byte, suiteBlob), testWait), ErrNoLeader)
+	}, testWait, time.Millisecond)
+	_, detail := c.State()
+	require.Contains(t, detail, "removed or replaced")
 }
 
 func TestCloseIsBoundedWhenTheLeaderIsStopped(t *testing.T) {

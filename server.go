@@ -94,16 +94,20 @@ func (s *server) remove(p *peer) {
 }
 
 // close drops all members. When it has returned no attachment is served any more.
+// It may be called more than once.
 func (s *server) close() {
 	s.mu.Lock()
+	was := s.closed
 	s.closed = true
 	conns := make([]*shm.Conn, 0, len(s.peers))
 	for p := range s.peers {
 		conns = append(conns, p.conn)
 	}
 	s.mu.Unlock()
-	close(s.stop)
-	_ = s.listener.Close()
+	if !was {
+		close(s.stop)
+		_ = s.listener.Close()
+	}
 	for _, c := range conns {
 		_ = c.Close()
 	}
@@ -214,10 +218,14 @@ func (p *peer) serve(hello *wire.Hello, welcome *wire.Welcome, death <-chan stru
 		p.wg.Add(1)
 		spawn.Go("ring requests", failed, func() {
 			defer p.wg.Done()
-			defer p.drop()
-			if err := p.requests(); errors.Is(err, shm.ErrPeerBroken) {
+			err := p.requests()
+			if errors.Is(err, shm.ErrPeerClosed) {
+				return // in good order: the goodbye is still to be read from the socket
+			}
+			if errors.Is(err, shm.ErrPeerBroken) {
 				p.s.log.Warn("a member broke the protocol and is dropped", "group", hello.Group, "rank", hello.Rank, "error", err)
 			}
+			p.drop()
 		})
 	}
 	if hello.Coordinator && !p.rank {
@@ -311,7 +319,9 @@ func (p *peer) write() {
 	for {
 		select {
 		case f := <-p.out:
-			if err := p.conn.Send(f.v, f.files...); err != nil {
+			err := p.conn.Send(f.v, f.files...)
+			// One that has closed may have said goodbye, which is still to be read.
+			if err != nil && !errors.Is(err, shm.ErrPeerClosed) {
 				p.drop()
 				return
 			}

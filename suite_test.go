@@ -1,13 +1,17 @@
 package kvtier
 
 import (
+	"encoding/json"
 	"fmt"
 	"os"
 	"strings"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvtier/kvtier/internal/sys"
 )
 
 // mode is how the Cache under test reaches its leader.
@@ -34,9 +38,11 @@ var modes = []mode{
 const suiteDRAM = 64 * suiteBlob
 const suiteBlob = 64 << 10
 
-func testConfig(dir string, role Role) string {
+func testConfig(dir string, role Role) string { return testConfigOf(dir, role, suiteDRAM) }
+
+func testConfigOf(dir string, role Role, dram int) string {
 	return fmt.Sprintf(`{"disk_path":%q,"role":%q,"dram_gib":%g,"disk_gib":0.1,"free_floor_gib":0,"log_level":"debug",
-		"close_timeout_s":10,"load_window_deadline_s":5}`, dir, role, float64(suiteDRAM)/gib)
+		"close_timeout_s":10,"load_window_deadline_s":5}`, dir, role, float64(dram)/gib)
 }
 
 func parsed(t *testing.T, text string) *Config {
@@ -118,6 +124,8 @@ func TestSuite(t *testing.T) {
 				{"refusals", suiteRefusals},
 				{"stale", suiteStale},
 				{"reset and stats", suiteStats},
+				{"group refused", suiteGroupRefused},
+				{"goodbye", suiteGoodbye},
 				{"close while waiting", suiteCloseWhileWaiting},
 			} {
 				t.Run(c.name, func(t *testing.T) { c.run(t, m.open(t, t.TempDir())) })
@@ -261,6 +269,7 @@ func suiteWindows(t *testing.T, c *Cache) {
 	require.Greater(t, later, n/2, "most of it is in later windows")
 	e.requireLoaded(e.load(op), op)
 	e.requireOnly(p, 10, n*64-7, 0x55)
+	e.requireIdle()
 }
 
 func suiteCancel(t *testing.T, c *Cache) {
@@ -416,6 +425,60 @@ func suiteStats(t *testing.T, c *Cache) {
 	}, testWait, time.Millisecond)
 	require.NotZero(t, e.k.Session())
 	require.GreaterOrEqual(t, c.EventFD(), 0)
+}
+
+// All members of a group that does not fit together hear why, also those that come
+// later, and may be closed.
+func suiteGroupRefused(t *testing.T, c *Cache) {
+	register := func(rank, width int) *Rank {
+		b, err := sys.NewPages(4 * 16 * width)
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, sys.FreePages(b)) })
+		r, err := c.Register(RankConfig{
+			Group: "odd", Ranks: 2, Rank: rank, DCP: 2, DCPRank: rank, Interleave: 16, BlockTokens: 16, NumBlocks: 4, ChunkTokens: 32,
+			Identity: identity(), Groups: []GroupConfig{{}},
+		}, []Region{{Name: "kv", Component: "target", Layer: 0, Head: -1, Bytes: width,
+			Base: uintptr(unsafe.Pointer(&b[0])), BlockStride: int64(16 * width), TokenStride: int64(width)}})
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, r.Close(testWait)) })
+		return r
+	}
+	refused := func(ready func(time.Duration) (*Accepted, error)) {
+		_, err := ready(testWait)
+		var refused *RefusedError
+		require.ErrorAs(t, err, &refused)
+		require.True(t, refused.Final)
+		require.Contains(t, refused.Reason, "declares 12 bytes")
+	}
+	a, b := register(0, 8), register(1, 12)
+	refused(a.Ready)
+	refused(b.Ready)
+	k, err := c.Coordinate("odd", 2)
+	require.NoError(t, err)
+	defer k.Close()
+	refused(k.Ready)
+	_, err = k.Lookup(Key{}, 0, make([]Key, 1), testWait)
+	require.ErrorIs(t, err, ErrNotAccepted)
+	require.ErrorIs(t, a.Store(StoreOp{Session: 1}), ErrStale)
+}
+
+// Who closes is forgotten at once, also while its process goes on.
+func suiteGoodbye(t *testing.T, c *Cache) {
+	ended := func() int {
+		var s struct {
+			Ended int `json:"members_ended"`
+		}
+		text, err := c.leaderStats()
+		require.NoError(t, err)
+		require.NoError(t, json.Unmarshal(text, &s))
+		return s.Ended
+	}
+	b, err := c.Blob("test/blob", suiteBlob, 64, Identity{})
+	require.NoError(t, err)
+	require.NoError(t, b.Ready(testWait))
+	require.Zero(t, ended())
+	require.NoError(t, b.Close())
+	require.Eventually(t, func() bool { return ended() == 1 }, testWait, time.Millisecond, "%d have ended", ended())
 }
 
 func suiteCloseWhileWaiting(t *testing.T, c *Cache) {

@@ -119,12 +119,20 @@ func newLoader(r *Rank) *loader {
 func (t *loader) start() {
 	spawn.Go("load worker", func(err error) {
 		t.r.m.cache.log.Error("loads of a rank are switched off", "rank", t.r.part, "error", err)
-		t.finishAll(EventStale)
-		close(t.done)
+		t.finish(EventStale)
 	}, func() {
 		t.run()
-		close(t.done)
+		t.finish(EventCancelled)
 	})
+}
+
+// finish takes no more loads and reports what is left. No copy is running.
+func (t *loader) finish(status EventStatus) {
+	t.mu.Lock()
+	t.closed = true
+	t.mu.Unlock()
+	t.finishAll(status)
+	close(t.done)
 }
 
 func (t *loader) add(l *load) error {
@@ -201,10 +209,6 @@ func (t *loader) run() {
 		case <-timer.C:
 			t.expire()
 		case <-t.r.m.closing:
-			t.mu.Lock()
-			t.closed = true
-			t.mu.Unlock()
-			t.finishAll(EventCancelled)
 			return
 		}
 	}
