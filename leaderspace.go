@@ -167,6 +167,16 @@ func (sp *space) unpin(r tier.Ref) {
 	sp.l.freed = true
 }
 
+// growing says whether a slot that cannot be had now is likely to come: memory that
+// is being allocated is neither free nor available, but backed in the end.
+func (sp *space) growing() bool {
+	if sp.Available() > 0 {
+		return true
+	}
+	st := sp.Stats()
+	return st.Limit == "" && st.Off == "" && st.Backed < int64(st.Slots)*st.SlotBytes
+}
+
 // read starts a disk read of a key that is on disk and not in DRAM.
 func (sp *space) read(k chunk.Key, ordinal uint32) (tier.Ref, error) {
 	ref, err := sp.Fill(k, ordinal)

@@ -197,8 +197,8 @@ func (le *lease) extend(keys []chunkKey) {
 				switch {
 				case err == nil:
 					h.kind, h.ref = filling, ref
-				case errors.Is(err, tier.ErrNoSlot) && le.sp.Available() > 0:
-					hungry = true // the arena is still growing
+				case errors.Is(err, tier.ErrNoSlot) && le.sp.growing():
+					hungry = true
 				default:
 					fetch = false // no slot for this one, so none for the next
 				}
