@@ -1,0 +1,250 @@
+"""What must be equal for KV cache of two vLLM engines to be interchangeable.
+
+Two kinds of facts, because they cost differently. :func:`describe` reads only
+configuration objects and is cheap enough for every process. :func:`weights`
+reads the checkpoint (headers and a sample of every tensor) and is called by
+rank 0 alone; the leader hands its result to everybody else.
+
+Being too narrow here gives wrong text to a user, being too wide only costs a
+cold start, so the attention digest takes the whole effective model
+configuration and leaves out what is known not to reach the KV cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+#: Keys of a Hugging Face configuration that cannot change a key or a value
+#: vector: bookkeeping, tokenizer ids, sampling defaults and output switches.
+_IRRELEVANT = frozenset(
+    """
+    _name_or_path transformers_version torch_dtype dtype use_cache return_dict
+    output_hidden_states output_attentions torchscript tokenizer_class prefix
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
+    id2label label2id problem_type finetuning_task task_specific_params
+    max_length min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    chunk_size_feed_forward is_decoder cross_attention_hidden_size
+    add_cross_attention tie_encoder_decoder pruned_heads tf_legacy_loss
+    use_bfloat16 initializer_range
+    """.split()
+)
+
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+
+#: One page is read per sampled place.
+_SAMPLE_BYTES = 4096
+#: Places sampled per file at most. A safetensors file is sampled once in every
+#: tensor up to this number, so that a change confined to one layer is seen.
+_SAMPLES_PER_FILE = 4096
+
+#: Load formats whose bytes lie in local files that can be sampled.
+_LOCAL_FORMATS = frozenset(
+    {
+        "auto", "hf", "pt", "safetensors", "mistral", "gguf", "npcache",
+        "fastsafetensors", "instanttensor", "bitsandbytes", "sharded_state",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The configuration half of a namespace, in the words of its sidecar."""
+
+    model: str
+    attention: str
+    draft: str
+    kv_dtype: str
+    kv_scales: str
+    quantisation: str
+    memory_only: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The checkpoint half. ``memory_only`` means that nothing may reach disk,
+    because another start could not recognise these weights; ``reason`` says why
+    in one clause for the log."""
+
+    digest: str
+    memory_only: bool = False
+    reason: str = ""
+
+
+def describe(vllm_config: VllmConfig) -> Identity:
+    """Returns what the configuration says about the meaning of KV bytes."""
+    model = vllm_config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    return Identity(
+        model=_model_name(model.model),
+        attention=_digest(_attention(vllm_config)),
+        draft=_draft(vllm_config),
+        kv_dtype=dtype if cache_dtype == "auto" else cache_dtype,
+        # Static scales are tensors of the checkpoint and covered by its digest;
+        # scales found at run time are refused by the mapping.
+        kv_scales="",
+        quantisation=str(model.quantization or ""),
+    )
+
+
+def weights(vllm_config: VllmConfig) -> Weights:
+    """Returns the digest of the checkpoint that this engine serves.
+
+    The digest covers, per weight file in sorted order: name, size, the
+    safetensors header, and sampled pages; never a modification time, so a copy
+    or a second download of the same checkpoint keeps its cache. What cannot be
+    read gives a random digest and ``memory_only``."""
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format == "dummy":
+        return _unrecognisable("weights are generated (load_format dummy)")
+    if load_format not in _LOCAL_FORMATS:
+        return _unrecognisable(f"load format {load_format!r} does not read local files")
+    models = [vllm_config.model_config]
+    speculative = vllm_config.speculative_config
+    if speculative is not None and getattr(speculative, "draft_model_config", None):
+        models.append(speculative.draft_model_config)
+    h = hashlib.sha256()
+    try:
+        for config in models:
+            source = getattr(config, "model_weights", "") or config.model
+            files = _weight_files(source, config.revision)
+            if not files:
+                return _unrecognisable(f"no weight files found for {source!r}")
+            for name, path in files:
+                _hash_file(h, name, path)
+    except (OSError, ValueError) as e:
+        return _unrecognisable(f"weights cannot be read ({e})")
+    return Weights(h.hexdigest())
+
+
+def _unrecognisable(reason: str) -> Weights:
+    return Weights(secrets.token_hex(32), memory_only=True, reason=reason)
+
+
+def _model_name(model: str) -> str:
+    # A directory may be moved or mounted elsewhere; the checkpoint's digest
+    # tells models apart, the name is for people.
+    return os.path.basename(os.path.normpath(model)) if os.path.isdir(model) else model
+
+
+def _attention(vllm_config: VllmConfig) -> dict[str, Any]:
+    model = vllm_config.model_config
+    config = _relevant(model.hf_config.to_dict())
+    facts: dict[str, Any] = {
+        "hf_config": config,
+        "dtype": str(model.dtype),
+        "disable_sliding_window": bool(model.disable_sliding_window),
+    }
+    # Rope variants that pick their factors by the longest sequence make the
+    # configured length part of every key vector.
+    if _length_dependent_rope(config):
+        facts["max_model_len"] = model.max_model_len
+    return facts
+
+
+def _relevant(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {k: _relevant(v) for k, v in config.items() if k not in _IRRELEVANT}
+    if isinstance(config, (list, tuple)):
+        return [_relevant(v) for v in config]
+    return config
+
+
+def _length_dependent_rope(config: Any) -> bool:
+    if isinstance(config, dict):
+        kind = config.get("rope_type", config.get("type"))
+        if kind in ("longrope", "su", "dynamic"):
+            return True
+        return any(_length_dependent_rope(v) for v in config.values())
+    return False
+
+
+def _draft(vllm_config: VllmConfig) -> str:
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None) if speculative else None
+    if draft is None or speculative.method in ("ngram", "suffix"):
+        return ""
+    facts = {"method": speculative.method, "hf_config": _relevant(draft.hf_config.to_dict())}
+    return f"{speculative.method}:{_model_name(draft.model)}:{_digest(facts)[:16]}"
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _weight_files(source: str, revision: str | None) -> list[tuple[str, Path]]:
+    path = Path(source)
+    if path.is_file():
+        return [(path.name, path)]
+    if not path.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            path = Path(snapshot_download(source, revision=revision, local_files_only=True))
+        except LocalEntryNotFoundError as e:
+            raise OSError(f"{source!r} is not in the local cache") from e
+    files = [p for p in path.rglob("*") if p.suffix in _WEIGHT_SUFFIXES and p.is_file()]
+    # The same tensors are often shipped twice; vLLM prefers safetensors.
+    preferred = [p for p in files if p.suffix == ".safetensors"] or files
+    return sorted((p.relative_to(path).as_posix(), p) for p in preferred)
+
+
+def _hash_file(h: Any, name: str, path: Path) -> None:
+    with open(path, "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        encoded = name.encode()
+        h.update(struct.pack("<IQ", len(encoded), size) + encoded)
+        places: Iterator[int]
+        if path.suffix == ".safetensors":
+            header, places = _safetensors_places(f, size)
+            h.update(header)
+        else:
+            places = _even_places(size)
+        for place in places:
+            f.seek(place)
+            h.update(struct.pack("<Q", place) + f.read(_SAMPLE_BYTES))
+
+
+def _safetensors_places(f: Any, size: int) -> tuple[bytes, Iterator[int]]:
+    prefix = f.read(8)
+    if len(prefix) < 8:
+        raise ValueError(f"{f.name} is too short for a safetensors file")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > size - 8:
+        raise ValueError(f"{f.name} has a damaged safetensors header")
+    header = f.read(length)
+    start = 8 + length
+    spans = [
+        tensor["data_offsets"]
+        for key, tensor in json.loads(header).items()
+        if key != "__metadata__"
+    ]
+    spans.sort()
+    step = max(1, -(-len(spans) // _SAMPLES_PER_FILE))
+    middles = (start + max(a, (a + b - _SAMPLE_BYTES) // 2) for a, b in spans[::step])
+    return header, middles
+
+
+def _even_places(size: int) -> Iterator[int]:
+    count = min(_SAMPLES_PER_FILE, max(1, -(-size // _SAMPLE_BYTES)))
+    last = max(0, size - _SAMPLE_BYTES)
+    return (last * i // max(1, count - 1) for i in range(count))
