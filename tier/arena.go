@@ -17,7 +17,8 @@ const (
 
 	// aheadSlots and aheadBytes say how much is kept allocated and free: what one
 	// step of an engine stores at once (16,384 tokens in chunks of 256), since a
-	// grant cannot wait for the allocation.
+	// grant cannot wait for the allocation and what is declined in a prompt's only
+	// step is lost. Of small slots it may be more, up to an eighth of the arena.
 	aheadSlots = 64
 	aheadBytes = 64 << 20
 
@@ -49,7 +50,7 @@ func slotCount(p *Pool, slotBytes int64) (int, error) {
 
 // ahead is how many free slots growing keeps in stock.
 func (s *Space) ahead() int {
-	return min(len(s.slots), max(2*minSlots, min(len(s.slots)/8, max(aheadSlots, int(aheadBytes/s.slotBytes)))))
+	return min(len(s.slots), max(aheadSlots, min(len(s.slots)/8, int(aheadBytes/s.slotBytes))))
 }
 
 // pushFree and popFree keep the backed FREE slots, last in first out: what was used
