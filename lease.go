@@ -169,9 +169,9 @@ func (le *lease) extend(keys []chunkKey) {
 			continue
 		}
 		k := keys[i]
-		p := le.sp.Look(k)
+		p := le.sp.LookInDRAM(k)
 		ready, coming := p.State == tier.Ready, p.State == tier.Filling
-		if !ready && (!coming && (!p.OnDisk || p.State != tier.Free) || le.hasBad && k == le.bad) {
+		if !ready && (!coming && (p.State != tier.Free || !le.sp.OnDisk(k)) || le.hasBad && k == le.bad) {
 			break
 		}
 		if !open {
@@ -183,7 +183,7 @@ func (le *lease) extend(keys []chunkKey) {
 			// Not touched here: what is used is, by the load or by the store that finds
 			// it held, and thousands of touches would take milliseconds.
 			h.kind, h.ref = pinned, p.Ref
-		case ready && !p.OnDisk:
+		case ready && !le.sp.OnDisk(k):
 			if !le.sp.mayCharge(le.a, p.Ref.Slot) {
 				le.a.l.count.Misses.OverCap++
 				open = false // DRAM only, and over the cap: the lease ends here

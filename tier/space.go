@@ -261,15 +261,26 @@ func (s *Space) begin(i uint32, k, parent chunk.Key, ordinal uint32, noDisk bool
 // Look says where a chunk is. A chunk in a state before READY is not readable yet;
 // one in DRAINING is gone.
 func (s *Space) Look(k chunk.Key) Presence {
+	p := s.LookInDRAM(k)
+	p.OnDisk = s.OnDisk(k)
+	return p
+}
+
+// LookInDRAM is Look without the question whether the chunk is on disk, which costs
+// more than the rest of it when thousands of keys are looked up at once.
+func (s *Space) LookInDRAM(k chunk.Key) Presence {
 	if s.off != nil {
 		return Presence{}
 	}
-	p := Presence{OnDisk: s.onDisk(k)}
-	if i, ok := s.index.find(k); ok {
-		p.State, p.Ref = s.slots[i].state, Ref{i, s.slots[i].generation}
+	i, ok := s.index.find(k)
+	if !ok {
+		return Presence{}
 	}
-	return p
+	return Presence{State: s.slots[i].state, Ref: Ref{i, s.slots[i].generation}}
 }
+
+// OnDisk says whether the disk tier holds the chunk.
+func (s *Space) OnDisk(k chunk.Key) bool { return s.off == nil && s.onDisk(k) }
 
 // Grant gives a slot for a chunk that is to be stored; it is ASSEMBLING until Seal or
 // Drop. Whether the parent is there is the caller's business. noDisk chunks are never
