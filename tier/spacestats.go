@@ -2,22 +2,26 @@ package tier
 
 // SpaceStats are the figures of one namespace's arena; counters since it was opened.
 type SpaceStats struct {
-	Slots     int           // the arena's final number of slots
-	SlotBytes int64         // P
-	Backed    int64         // bytes allocated
-	States    map[State]int // slots; Free includes those that have no memory yet
-	Available int           // see Space.Available
-	Dirty     int           // READY chunks that are nowhere else
-	Writing   int           // of these, how many the disk tier is to write
-	Limit     string        // what keeps the arena from growing; empty: nothing
-	Off       string        // why the namespace is switched off; empty: it is not
+	Slots     int           `json:"slots"`           // the arena's final number of slots
+	SlotBytes int64         `json:"slot_bytes"`      // P
+	Backed    int64         `json:"allocated_bytes"` // of memory
+	States    map[State]int `json:"-"`               // slots; Free includes those that have no memory yet
+	Available int           `json:"available"`       // see Space.Available
+	Dirty     int           `json:"dirty"`           // READY chunks that are nowhere else
+	Writing   int           `json:"writing"`         // of these, how many the disk tier is to write
+	Limit     string        `json:"limit"`           // what keeps the arena from growing; empty: nothing
+	Off       string        `json:"off"`             // why the namespace is switched off; empty: it is not
 
-	Grants, Fills, Declined uint64 // slots given to stores and to reads; not given for want of one
-	Sealed, FillErrors      uint64
-	Evicted, EvictedDirty   uint64 // EvictedDirty: lost although meant for disk
-	WritesDropped           uint64 // not taken by the disk tier
-	WriteErrors             uint64
-	Stale                   uint64 // events for a slot that was something else by then
+	Grants        uint64 `json:"grants"`   // slots given to stores
+	Fills         uint64 `json:"fills"`    // and to reads
+	Declined      uint64 `json:"declined"` // not given for want of one
+	Sealed        uint64 `json:"sealed"`
+	FillErrors    uint64 `json:"fill_errors"`
+	Evicted       uint64 `json:"evicted"`
+	EvictedDirty  uint64 `json:"evicted_dirty"`  // of these: lost although meant for disk
+	WritesDropped uint64 `json:"writes_dropped"` // not taken by the disk tier
+	WriteErrors   uint64 `json:"write_errors"`
+	Stale         uint64 `json:"stale"` // events for a slot that was something else by then
 }
 
 // Available is how many slots could be given: free, evictable, and still to come
