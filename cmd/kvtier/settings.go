@@ -14,8 +14,8 @@ func newSettingsCommand() *cobra.Command {
 		Short: "Print every setting of the library as a Markdown table",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			cmd.Print(settingsTable())
-			return nil
+			_, err := fmt.Fprint(cmd.OutOrStdout(), settingsTable())
+			return err
 		},
 	}
 }
@@ -26,7 +26,7 @@ func settingsTable() string {
 	var b strings.Builder
 	b.WriteString("| setting | default | unit | what it does |\n|---|---|---|---|\n")
 	for _, s := range kvtier.Settings() {
-		fmt.Fprintf(&b, "| `%s` | %s | %s | %s |\n", s.Name, s.Default, s.Unit, s.Help)
+		fmt.Fprintf(&b, "| `%s` | %s | %s | %s |\n", s.Name, s.Default, strings.ReplaceAll(s.Unit, "|", ", "), s.Help)
 	}
 	return b.String()
 }

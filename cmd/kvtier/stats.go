@@ -33,8 +33,8 @@ func newStatsCommand() *cobra.Command {
 			if err := json.Indent(&indented, text, "", "  "); err != nil {
 				return err
 			}
-			cmd.Println(indented.String())
-			return nil
+			_, err = fmt.Fprintln(cmd.OutOrStdout(), indented.String())
+			return err
 		},
 	}
 	cmd.Flags().DurationVar(&wait, "wait", 2*time.Second, "how long to wait for the leader")
