@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -19,6 +20,8 @@ const (
 	copyPiece  = 1 << 20 // bytes between two looks at a stop flag
 	firstRetry = time.Millisecond
 	lastRetry  = 20 * time.Millisecond
+	// hurry is how long a put asks for its chunk without a pause.
+	hurry = 500 * time.Microsecond
 
 	lookupTimeout = time.Second
 	removeTimeout = 5 * time.Second
@@ -151,7 +154,9 @@ func (b *Blob) fill(v *view, l link, op uint64, w Verdict, run *wire.Run, payloa
 	if done.Status != wire.StatusOK {
 		return ErrStale
 	}
-	for retry := firstRetry; ; retry = min(2*retry, lastRetry) {
+	// The checksum takes less time than the shortest sleep of a timer.
+	hurried := time.Now().Add(hurry)
+	for retry := firstRetry; ; {
 		r, err := b.ask(l, &wire.Request{Type: wire.Lookup, Run: run}, end)
 		if err == nil && r.Hits.Held == 1 {
 			return nil
@@ -159,9 +164,14 @@ func (b *Blob) fill(v *view, l link, op uint64, w Verdict, run *wire.Run, payloa
 		if err != nil && !errors.Is(err, ErrBusy) {
 			return err
 		}
+		if time.Now().Before(hurried) {
+			runtime.Gosched()
+			continue
+		}
 		if !b.wait(retry, end) {
 			return ErrTimeout
 		}
+		retry = min(2*retry, lastRetry)
 	}
 }
 
