@@ -51,6 +51,8 @@ STALE_S = 1.0
 RENEW_S = 20.0
 #: How often to look whether a leader has accepted the group.
 ACCEPT_S = 0.01
+#: A step with fewer tokens says nothing about the speed of a prefill.
+MEASURED_TOKENS = 256
 #: How long construction waits for the group to be accepted.
 OPEN_S = 5.0
 
@@ -164,6 +166,8 @@ class SchedulerHalf:
         self._ids = itertools.count(1)         # of leases and operations
         self._renewed_at = clock()
         self._logged_at = clock()
+        self._step = (clock(), 0)   # when the last step was planned, and its tokens
+        self._tokens_per_s = 0.0    # 0: not known yet
         self._granted_in_a_row = 0  # chunks stored since anything was found
         self._reasons: set[str] = set()
 
@@ -405,7 +409,7 @@ class SchedulerHalf:
                 return 0
         first_call = i.deadline is None
         if first_call:
-            i.deadline = now + self._settings.lookup_wait_s
+            i.deadline = now + self._patience(t.request.num_tokens - t.local)
         if not i.sent:
             if not self._ask(i, now):   # busy at arrival and again: a miss
                 t.incarnation = None
@@ -434,6 +438,24 @@ class SchedulerHalf:
         # Not kept as the promise: a late reply still counts.
         self.stats.add("wait_timeouts")
         return 0 if i.hits is None else i.hits.resident
+
+    def _patience(self, tokens: int) -> float:
+        """Seconds that a request may be held back: to wait longer than computing
+        takes is no gain."""
+        if not self._tokens_per_s:
+            return self._settings.lookup_wait_s
+        return min(self._settings.lookup_wait_s, tokens / self._tokens_per_s)
+
+    def _measure(self, now: float, scheduled: int) -> None:
+        """Learns how fast the engine computes, from steps that have enough to do."""
+        began, n = self._step
+        self._step = (now, scheduled)
+        if n < MEASURED_TOKENS or now <= began:
+            return
+        rate = n / (now - began)
+        # The engine may have paused after a step, so what is slow counts little.
+        weight = 0.3 if rate > self._tokens_per_s else 0.05
+        self._tokens_per_s += weight * (rate - self._tokens_per_s) if self._tokens_per_s else rate
 
     @staticmethod
     def _answered(i: _Incarnation) -> bool:
@@ -522,6 +544,7 @@ class SchedulerHalf:
         if now - self._logged_at > LOG_S and self._cache is not None:
             self._logged_at = now
             drain_records(self._cache)
+        self._measure(now, output.total_num_scheduled_tokens)
         session = self._attached(now)
         if not session:
             return

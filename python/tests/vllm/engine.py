@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import struct
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -161,7 +163,8 @@ class Engine:
         extra: dict | None = None,
         recognisable: bool = False,
         home: Path | None = None,
-        worker: bool = True,
+        multi: bool = False,
+        measured: bool = False,
     ) -> None:
         Engine._number += 1
         self.block, self.chunk, self.blocks, self.slots = block, chunk, blocks, slots
@@ -185,9 +188,17 @@ class Engine:
         s.max_num_scheduled_tokens = batched_tokens
         s.enable_chunked_prefill, s.async_scheduling, s.policy = True, async_scheduling, policy
         transfer = cfg.kv_transfer_config
-        transfer.kv_connector_extra_config = self.extra
+        ours = {"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.vllm"}
+        if multi:
+            ours |= {"kv_role": "kv_both", "kv_connector_extra_config": self.extra}
+            transfer.kv_connector, transfer.kv_connector_module_path = "MultiConnector", None
+            transfer.kv_connector_extra_config = {"connectors": [ours]}
+        else:
+            transfer.kv_connector = ours["kv_connector"]
+            transfer.kv_connector_module_path = ours["kv_connector_module_path"]
+            transfer.kv_connector_extra_config = self.extra
         transfer.engine_id = f"engine-{Engine._number}"
-        transfer.kv_load_failure_policy = "fail"
+        transfer.kv_load_failure_policy = "recompute" if multi else "fail"
 
         spec = MLAAttentionSpec(
             block_size=block, num_kv_heads=1, head_size=TOKEN_BYTES // 2, dtype=torch.bfloat16
@@ -206,20 +217,22 @@ class Engine:
             for t in self.caches.values()
         ]
         # As in an engine: workers first, then the scheduler, then the handshake.
-        self.worker = None
-        if worker:
-            self.worker = KVTierConnector(cfg, KVConnectorRole.WORKER, kv)
-            self.worker.register_kv_caches(self.caches)
+        self.worker = KVConnectorFactory.create_connector(cfg, KVConnectorRole.WORKER, kv)
+        self.worker.register_kv_caches(self.caches)
         cls = AsyncScheduler if async_scheduling else Scheduler
         self.scheduler = cls(
             vllm_config=cfg, kv_cache_config=kv, structured_output_manager=StructuredOutputManager(cfg),
             block_size=scheduler_block, hash_block_size=hash_block, log_stats=True,
         )
-        self.connector: KVTierConnector = self.scheduler.connector
+        self.connector = self.scheduler.connector
+        if not measured:
+            # This engine computes a million tokens a second, and no wait would be
+            # worth while.
+            self.half._measure = lambda now, scheduled: None
         if async_scheduling:
             self.scheduler.defer_block_free = True      # vLLM derives it from the executor
-        if self.worker is not None:
-            self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        if (handshake := self.worker.get_handshake_metadata()) is not None:
+            self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
         hash_fn = get_hash_fn_by_name(cfg.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(hash_block, hash_fn)
@@ -228,15 +241,18 @@ class Engine:
 
     @property
     def half(self):
-        return self.connector._scheduler
+        return _ours(self.connector)._scheduler
+
+    @property
+    def worker_half(self):
+        return _ours(self.worker)._worker
 
     @property
     def cache(self):
-        return self.worker._worker._cache
+        return self.worker_half._cache
 
     def close(self) -> None:
-        if self.worker is not None:
-            self.worker.shutdown()
+        self.worker.shutdown()
         self.scheduler.shutdown()
 
     def __enter__(self) -> Engine:
@@ -297,8 +313,8 @@ class Engine:
             invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
         )
         kv.kv_connector_stats = self.worker.get_kv_connector_stats()
-        if kv.kv_connector_stats is not None:
-            self.counts.update(kv.kv_connector_stats.data)
+        if (stats := kv.kv_connector_stats) is not None:
+            self.counts.update(getattr(stats.data.get("KVTierConnector"), "data", stats.data))
         self.worker.clear_connector_metadata()
         ids = list(todo)
         return ModelRunnerOutput(
@@ -323,8 +339,6 @@ class Engine:
 
     def run(self, limit: int = 3000) -> None:
         """Until all requests are done."""
-        import time
-
         for _ in range(limit):
             if not self.scheduler.has_requests() and not self.scheduler.requests:
                 return
@@ -369,8 +383,6 @@ class Engine:
 
     def settled(self, timeout_s: float = 10.0) -> dict:
         """What is still held once the engine is idle; waits for what ends by itself."""
-        import time
-
         end = time.monotonic() + timeout_s
         while True:
             left = self.left()
@@ -380,7 +392,7 @@ class Engine:
 
     def left(self) -> dict:
         left = {k: v for k, v in self.half.leftovers().items() if v}
-        w = self.worker._worker
+        w = self.worker_half
         left |= {k: v for k, v in {"running": len(w._running), "finished": len(w._finished)}.items() if v}
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if free != self.blocks - 1:
@@ -388,6 +400,11 @@ class Engine:
         if w._cache is not None:
             left |= library_leftovers(w._cache.stats())
         return left
+
+
+def _ours(connector) -> KVTierConnector:
+    """The connector, or the one inside a MultiConnector."""
+    return getattr(connector, "_connectors", [connector])[0]
 
 
 def library_leftovers(stats: dict) -> dict:

@@ -99,7 +99,7 @@ class World:
         self.engine = Engine(
             block=block, chunk=chunk, blocks=blocks, slots=slots, batched_tokens=batched, sequences=sequences,
             async_scheduling=self.asynchronous, policy=policy, extra=extra,
-            recognisable="disk_path" in extra, home=home,
+            recognisable="disk_path" in extra, home=home, measured=rng.random() < 0.3,
         )
         self.scheduler = self.engine.scheduler
         if self.drafts:

@@ -5,9 +5,8 @@ import time
 from pathlib import Path
 
 import engine as engine_module
-import numpy as np
 import pytest
-from engine import Engine, mix
+from engine import Engine, mix, slot_bytes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -500,7 +499,7 @@ def test_worker_switched_off_reports_running_loads(make, monkeypatch):
         e.update(output, result)
         for _ in range(5):
             e.step()
-        assert e.worker._worker.is_off
+        assert e.worker_half.is_off
     else:
         e.update(output, result)
     monkeypatch.undo()
@@ -513,7 +512,7 @@ def test_loads_for_a_worker_that_is_off_fail(make):
     warm(e)
     q = e.add(DOC)
     output, todo = step_until_loading(e, q)
-    e.worker._worker.switch_off("test")
+    e.worker_half.switch_off("test")
     e.update(output, e.execute(output, todo))
     e.run()
     assert e.counts["loads_failed"] == 1 and len(q.request.output_token_ids) == 4
@@ -538,7 +537,7 @@ def test_wrong_settings(make):
     e = make(extra={"dram_gb": 1, "required": False})
     e.add(DOC)
     e.run()
-    assert e.half.off and e.worker._worker.is_off and not e.counts["chunks_offered"]
+    assert e.half.off and e.worker_half.is_off and not e.counts["chunks_offered"]
 
 
 def test_wrong_library_settings(make, tmp_path):
@@ -561,7 +560,7 @@ def test_unsupported_topology(make, monkeypatch):
     e = make(extra={"required": False})
     e.add(DOC)
     e.run()
-    assert e.worker._worker.is_off and e.half.off, "the handshake tells the scheduler"
+    assert e.worker_half.is_off and e.half.off, "the handshake tells the scheduler"
 
 
 def test_handshake_is_compared(make):
@@ -658,13 +657,17 @@ def test_lost_replies_end_the_wait(make, monkeypatch):
 
 
 def test_two_engines_share_one_leader(make):
-    a = make()
-    b = make(extra={"name": a.extra["name"]})
+    roomy = {"name": "shared-leader", "dram_gib": 4 * 64 * slot_bytes(64) / (1 << 30)}
+    a, b = make(extra=roomy), make(extra=roomy)
     warm(a)
-    # Other engine, other random namespace: the same weights are not recognised.
+    # Each has random weights for all the leader knows, so a namespace of its own.
     b.add(DOC)
     b.run()
-    assert b.counts["load_tokens"] == 0 and np.all(np.array([len(b.problems), len(a.problems)]) == 0)
+    assert b.counts["load_tokens"] == 0
+    warm(b)
+    b.add(DOC)
+    b.run()
+    assert b.counts["load_tokens"] == 576
 
 
 def test_two_engines_share_one_namespace(make, tmp_path):
@@ -681,3 +684,43 @@ def test_two_engines_share_one_namespace(make, tmp_path):
     assert a.counts["load_tokens"] == b.counts["load_tokens"] == 576
     a.run()
     b.run()
+
+
+def test_nobody_waits_longer_than_computing_takes(make):
+    now = [100.0]
+    half = make(extra={"lookup_wait_s": 2.0}, measured=True).half
+    assert half._patience(600) == 2.0, "nothing is known yet"
+    for _ in range(50):
+        half._measure(now[0], 1000)
+        now[0] += 0.1
+    assert half._tokens_per_s == pytest.approx(10_000, rel=0.01)
+    assert half._patience(600) == pytest.approx(0.06, rel=0.01) and half._patience(10**6) == 2.0
+    half._measure(now[0], 1)        # a decode step
+    now[0] += 10
+    half._measure(now[0], 1)        # and a pause
+    assert half._patience(600) == pytest.approx(0.06, rel=0.1)
+
+
+def test_start_up_line_says_what_the_cache_will_do(make, caplog):
+    with caplog.at_level("INFO", logger="vllm.kvtier"):
+        make()
+    (line,) = [m for m in caplog.messages if "bytes a token" in m]
+    for part in ("kvtier: leader", "namespace ", "deepseek, 16 bytes a token", "chunks of 64 tokens", "4096 tokens fit in", "no disk"):
+        assert part in line, line
+    assert any("nothing of this model goes to disk" in m for m in caplog.messages)
+
+
+def test_inside_multi_connector(make):
+    """The policy for failed loads is then the outer configuration's."""
+    e = make(multi=True)
+    warm(e)
+    q = e.add(DOC)
+    step = step_until_loading(e, q)
+    e.update(step[0], e.execute(*step))
+    e.run()
+    assert e.counts["load_tokens"] == 576 and not e.counts["errors"]
+    assert e.scheduler.reset_prefix_cache(reset_connector=True)
+    e.weights += 1
+    e.add(DOC)
+    e.run()
+    assert e.counts["load_tokens"] == 576
