@@ -81,7 +81,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False    # a lost store is a miss later, never an error
+        return False  # a lost store is a miss later, never an error
 
     def __init__(
         self,
@@ -144,12 +144,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._guard.run("get_handshake_metadata", self._worker.handshake)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._guard.run(
-            "start_load_kv", lambda: self._worker.start_load(self._get_connector_metadata())
-        )
+        self._guard.run("start_load_kv", lambda: self._worker.start_load(self._get_connector_metadata()))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return      # loads are asynchronous: none belongs to this step
+        return  # loads are asynchronous: none belongs to this step
 
     def save_kv_layer(
         self,
@@ -158,7 +156,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        return      # chunks are copied whole, in wait_for_save
+        return  # chunks are copied whole, in wait_for_save
 
     def wait_for_save(self) -> None:
         self._guard.run("wait_for_save", lambda: self._worker.save(self._get_connector_metadata()))
@@ -168,15 +166,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return None, results.finished_recving or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = self._guard.run(
-            "get_transfer_results", lambda: self._worker.results(finished_req_ids)
-        )
+        results = self._guard.run("get_transfer_results", lambda: self._worker.results(finished_req_ids))
         return results if results is not None else KVConnectorTransferResults()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._guard.run(
-            "get_block_ids_with_load_errors", self._worker.take_invalid_blocks, set()
-        )
+        return self._guard.run("get_block_ids_with_load_errors", self._worker.take_invalid_blocks, set())
 
     def shutdown(self) -> None:
         self._guard.run("shutdown", self._half.close)
@@ -234,16 +228,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             lambda: self._scheduler.update_connector_output(connector_output),
         )
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._guard.run("request_finished", lambda: self._scheduler.request_finished(request))
-        return False, None      # the pages are free: a store never outlives its step
+        return False, None  # the pages are free: a store never outlives its step
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, tp): m for tp, m in metadata.items()})

@@ -33,9 +33,7 @@ MAX_KEYS = 8189
 # by the caller, who may use it for another item after a restart.
 _CONTENT_IDENTIFIER = re.compile(r"(?:.*:)?[0-9a-f]{32,128}", re.DOTALL)
 
-_ADAPTER_FILES = re.compile(
-    r"adapter_config\.json|.*\.(?:safetensors|bin|pt|pth)", re.DOTALL
-)
+_ADAPTER_FILES = re.compile(r"adapter_config\.json|.*\.(?:safetensors|bin|pt|pth)", re.DOTALL)
 
 
 class NotIdentified(Exception):
@@ -239,9 +237,7 @@ class KeyChain:
         return np.concatenate([self._keys[:known], self._make(known, n)])
 
     def _make(self, first: int, end: int) -> npt.NDArray[np.uint8]:
-        tokens = np.array(
-            self._request.all_token_ids[first * self._chunk : end * self._chunk], np.uint32
-        )
+        tokens = np.array(self._request.all_token_ids[first * self._chunk : end * self._chunk], np.uint32)
         if len(tokens) != (end - first) * self._chunk:
             raise IndexError(f"chunks {first}..{end} reach beyond the known tokens")
         return keys.chain(self.parent(first), self._chunk, tokens, self._extras(first, end))
@@ -256,9 +252,7 @@ class KeyChain:
         for start, length, digest in self._items:
             lo, hi = max(first, start // c), min(end, -(-(start + length) // c))
             for j in range(lo, hi):
-                extras.append(
-                    keys.Extra(keys.MULTIMODAL, digest, chunk=j - first, offset=start - j * c)
-                )
+                extras.append(keys.Extra(keys.MULTIMODAL, digest, chunk=j - first, offset=start - j * c))
         return extras
 
 

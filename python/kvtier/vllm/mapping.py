@@ -50,11 +50,11 @@ class Unsupported(Exception):
 class Geometry:
     """Where tokens lie, in the words of the design."""
 
-    block_tokens: int   # B
+    block_tokens: int  # B
     num_blocks: int
-    dcp: int            # D
+    dcp: int  # D
     dcp_rank: int
-    interleave: int     # I
+    interleave: int  # I
 
 
 @dataclass
@@ -109,7 +109,9 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, dcp_rank: 
         interleave=p.cp_kv_cache_interleave_size,
     )
     if g.block_tokens % g.interleave:
-        raise Unsupported(f"an interleave of {g.interleave} does not divide blocks of {g.block_tokens} tokens")
+        raise Unsupported(
+            f"an interleave of {g.interleave} does not divide blocks of {g.block_tokens} tokens"
+        )
     return g
 
 
@@ -177,7 +179,9 @@ def _group(kv_cache_config: KVCacheConfig):
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(sorted({type(g.kv_cache_spec).__name__ for g in groups})) or "none"
-        raise Unsupported(f"a model with {len(groups)} KV cache groups ({kinds}) is not supported, only with one")
+        raise Unsupported(
+            f"a model with {len(groups)} KV cache groups ({kinds}) is not supported, only with one"
+        )
     group = groups[0]
     if group.host_resident:
         raise Unsupported("KV caches that vLLM itself keeps in host memory are not supported")
@@ -209,7 +213,9 @@ def _check_spec(name: str, spec: AttentionSpec) -> None:
     if spec.non_causal:
         raise Unsupported(f"layer {name}: attention that is not causal is not supported")
     if spec.tokens_per_state != 1:
-        raise Unsupported(f"layer {name}: caches with {spec.tokens_per_state} tokens per state are not supported")
+        raise Unsupported(
+            f"layer {name}: caches with {spec.tokens_per_state} tokens per state are not supported"
+        )
     if spec.kv_quant_mode not in _PLAIN_QUANTISATION:
         raise Unsupported(f"layer {name}: KV cache quantisation {spec.kv_quant_mode.name} is not supported")
     if isinstance(spec, MLAAttentionSpec) and spec.model_version is not None:
@@ -231,7 +237,9 @@ def _check_address(
     if cache.device.type != "cpu":
         raise Unsupported(f"KV cache in {cache.device.type} memory is not supported by this version")
     if cache.dim() != 4:
-        raise Unsupported(f"layer {name}: a cache of shape {tuple(cache.shape)} is not [block, head, token, content]")
+        raise Unsupported(
+            f"layer {name}: a cache of shape {tuple(cache.shape)} is not [block, head, token, content]"
+        )
     storage = cache.untyped_storage()
     begin = placed.offset + l * placed.layer_stride
     base = storage.data_ptr() + begin
@@ -298,7 +306,9 @@ class _Layer:
             # Token-major: all heads of a token lie together. Kernel blocks follow
             # each other without a gap, so splitting a block changes nothing.
             if self.token_stride != h * c:
-                raise Unsupported(f"layer {self.name}: tokens are {self.token_stride} bytes apart, not {h * c}")
+                raise Unsupported(
+                    f"layer {self.name}: tokens are {self.token_stride} bytes apart, not {h * c}"
+                )
             return [self._region("kv", -1, h * c, 0, h * c)]
         if self.token_stride != c:
             raise Unsupported(f"layer {self.name}: strides that are neither token-major nor head-major")
@@ -339,6 +349,4 @@ class _Layer:
             f"cpu_attn-1 isa={isa} dtype={element} kv={kv_dtype} block={spec.block_size} "
             f"head={spec.head_size}+{spec.head_size_v}"
         )
-        return [
-            self._region("kv", head_offset + i, block, i * block, 0) for i in range(self.heads)
-        ], encoding
+        return [self._region("kv", head_offset + i, block, i * block, 0) for i in range(self.heads)], encoding

@@ -4,16 +4,13 @@ Runs in vLLM's scheduler process, as a member that never leads, on the
 scheduler's thread alone. It holds no pages and copies nothing. Every call is
 O(changes) and every wait is bounded: 1 ms for the first answer of a lookup,
 2 ms for all offers of a step, 3 ms for the begin of a load.
-
-Words. An *incarnation* of a request begins when it arrives, when it is
-preempted, after a failed load, at a reset and with a new leader session; it owns
-lease and answer. Keys, cursor, failure limit and epoch belong to the request.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -25,9 +22,11 @@ from vllm.v1.request import RequestStatus
 import kvtier
 
 from .keychain import MAX_KEYS, KeyChain, LoRADigests, NotIdentified, Roots, check_identifiable
+from .leases import Incarnation, Leases, Patience
 from .metadata import KVTierHandshake, KVTierMetadata, LoadPlan, StorePlan
 from .settings import Settings
 from .stats import LOG_S, KVTierStats, drain_records, logger
+from .tracked import NO_LIMIT, Load, Tracked, wishes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -38,25 +37,12 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-LEASE_WAIT_S = 0.001
 STORE_WAIT_S = 0.002
 LOAD_WAIT_S = 0.003
-#: An answer younger than this is not asked for again at the first lookup.
-FRESH_S = 0.001
-#: How often to ask while reads are pending.
-POLL_S = 0.005
-#: An answered request that could not be allocated for so long is asked again.
-STALE_S = 1.0
-#: Leases are renewed in one message this often; their TTL is 60 s.
-RENEW_S = 20.0
 #: How often to look whether a leader has accepted the group.
 ACCEPT_S = 0.01
-#: A step with fewer tokens says nothing about the speed of a prefill.
-MEASURED_TOKENS = 256
 #: How long construction waits for the group to be accepted.
 OPEN_S = 5.0
-
-_NO_LIMIT = 1 << 31
 
 
 def group_name(engine_id: str) -> str:
@@ -65,64 +51,6 @@ def group_name(engine_id: str) -> str:
     if len(name.encode()) > 255:
         name = f"vllm:{kvtier.keys.digest(engine_id).hex()}"
     return name
-
-
-class _Incarnation:
-    """A lease and what was answered to it."""
-
-    __slots__ = (
-        "lease", "session", "keys", "sent", "asked_at", "touched_at", "hits",
-        "first_resident", "wait_from", "waited", "deadline", "run", "answered_at",
-    )
-
-    def __init__(self, lease: int, session: int, keys: npt.NDArray[np.uint8]) -> None:
-        self.lease = lease
-        self.session = session
-        self.keys = keys            # of the tokens known at the lease; only to look up and to load
-        self.sent = False
-        self.asked_at = 0.0
-        self.touched_at = 0.0       # asked or renewed; the leader forgets it some time after
-        self.hits: kvtier.Hits | None = None   # the newest reply
-        self.first_resident: int | None = None # chunks in DRAM before we prefetched
-        self.wait_from = 0          # replies up to this number are older than the last question
-        self.waited = False         # the one short wait was used
-        self.deadline: float | None = None     # of the first lookup call's wait
-        self.run: int | None = None # chunks promised; once given it stays until a newer reply
-        self.answered_at = 0.0
-
-
-class _Load:
-    """A load from its begin until all ranks have reported."""
-
-    __slots__ = ("op", "first", "blocks", "owner", "failed")
-
-    def __init__(self, op: int, first: int, blocks: list[int], owner: _Tracked) -> None:
-        self.op, self.first, self.blocks, self.owner = op, first, blocks, owner
-        self.failed = False
-
-
-class _Tracked:
-    """What is known of one request of the engine."""
-
-    __slots__ = (
-        "request", "may_load", "may_store", "epoch", "chain", "cursor", "declined_at",
-        "frozen", "limit", "local", "incarnation", "load", "sources",
-    )
-
-    def __init__(self, request: Request, epoch: bytes) -> None:
-        self.request = request
-        self.may_load = True
-        self.may_store = True
-        self.epoch = epoch
-        self.chain: KeyChain | None = None     # None: no fingerprint yet, or not identified
-        self.cursor = 0             # chunks that need no offer any more
-        self.declined_at = -1       # chunks at the last offer that was declined
-        self.frozen = False         # its pages are older than the epoch: store nothing from them
-        self.limit = _NO_LIMIT      # chunks; what lies beyond failed to load once
-        self.local = 0              # the engine's own hit at the last lookup
-        self.incarnation: _Incarnation | None = None
-        self.load: _Load | None = None
-        self.sources: dict[CacheHitSource, int] = {}
 
 
 class SchedulerHalf:
@@ -148,26 +76,25 @@ class SchedulerHalf:
 
         self._cache: kvtier.Cache | None = None
         self._coordinator: kvtier.Coordinator | None = None
+        self._leases: Leases | None = None
+        self._patience = Patience(settings.lookup_wait_s, clock())
         self._loras = LoRADigests()
         self._roots: Roots | None = None
-        self._session = 0           # the leader session that has accepted the group; 0: all is a miss
-        self._refused = 0           # a session that has refused it
+        self._session = 0  # the leader session that has accepted the group; 0: all is a miss
+        self._refused = 0  # a session that has refused it
         self._looked_at = -1e9
         self._epoch = b""
-        # Well inside the leader's TTL: a lease that is old is asked for anew.
-        self._lease_life_s = 0.8 * settings.lease_ttl_s
-        self._chunk = 0             # C
-        self._span = 0              # V = B * D: tokens of one block id
+        self._chunk = 0  # C
+        self._span = 0  # V = B * D: tokens of one block id
 
-        self._tracked: dict[str, _Tracked] = {}
-        self._loads: dict[int, _Load] = {}     # by operation
-        self._retired: dict[str, _Load] = {}   # of requests that ended during their load
-        self._planned: list[LoadPlan] = []     # to travel with the next metadata
-        self._ids = itertools.count(1)         # of leases and operations
-        self._renewed_at = clock()
+        self._tracked: dict[str, Tracked] = {}
+        self._loads: dict[int, Load] = {}  # by operation
+        self._retired: dict[str, Load] = {}  # of requests that ended during their load
+        self._planned: list[LoadPlan] = []  # to travel with the next metadata
+        # Of leases and operations. A later engine of the same name must not use an
+        # operation's number again that the leader still remembers.
+        self._ids = itertools.count((secrets.randbits(31) << 32) + 1)
         self._logged_at = clock()
-        self._step = (clock(), 0)   # when the last step was planned, and its tokens
-        self._tokens_per_s = 0.0    # 0: not known yet
         self._granted_in_a_row = 0  # chunks stored since anything was found
         self._reasons: set[str] = set()
 
@@ -178,6 +105,7 @@ class SchedulerHalf:
         library = dict(self._settings.library, role="member")
         self._cache = kvtier.Cache.open(library, self._settings.library_path or None)
         self._coordinator = self._cache.coordinate(self._group, self._ranks)
+        self._leases = Leases(self._coordinator, self._settings, self.stats, self._ids, self._clock())
         try:
             self._adopt(self._coordinator.ready(OPEN_S))
         except kvtier.Timeout:
@@ -220,7 +148,7 @@ class SchedulerHalf:
             self._end_incarnation(t)
 
     def close(self) -> None:
-        coordinator, self._coordinator = self._coordinator, None
+        coordinator, self._coordinator, self._leases = self._coordinator, None, None
         cache, self._cache = self._cache, None
         self._session = 0
         if coordinator is not None:
@@ -277,7 +205,7 @@ class SchedulerHalf:
                 t.chain = None
                 self._identify(t)
 
-    def _identify(self, t: _Tracked) -> None:
+    def _identify(self, t: Tracked) -> None:
         """Gives a request its key chain, or switches the cache off for it."""
         if self._roots is None or not (t.may_load or t.may_store):
             return
@@ -287,7 +215,7 @@ class SchedulerHalf:
         except NotIdentified as e:
             self._exclude(t, str(e))
 
-    def _exclude(self, t: _Tracked, why: str) -> None:
+    def _exclude(self, t: Tracked, why: str) -> None:
         """Leaves one request alone. It must not count against the cache."""
         t.may_load = t.may_store = False
         t.chain = None
@@ -301,21 +229,20 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         now = self._clock()
         session = self._attached(now)
-        t = self._tracked[request.request_id] = _Tracked(request, self._epoch)
-        t.may_load, t.may_store = _wishes(request)
+        t = self._tracked[request.request_id] = Tracked(request, self._epoch, *wishes(request))
         self._identify(t)
         if session and self._worth_asking(t):
             self._begin(t, session, now)
 
-    def _worth_asking(self, t: _Tracked, local: int = 0) -> bool:
+    def _worth_asking(self, t: Tracked, local: int = 0) -> bool:
         if not t.may_load or t.chain is None:
             return False
         end = min(t.request.num_tokens // self._chunk, t.limit) * self._chunk
         return end - local >= max(self._settings.min_load_tokens, 1)
 
-    def _begin(self, t: _Tracked, session: int, now: float) -> _Incarnation | None:
-        """Begins an incarnation and asks for a lease of all full chunks known. None:
-        there are no keys for the tokens of this request."""
+    def _begin(self, t: Tracked, session: int, now: float) -> Incarnation | None:
+        """Begins an incarnation and asks for all full chunks known. None: there are no
+        keys for the tokens of this request."""
         self._end_incarnation(t)
         n = min(t.request.num_tokens // self._chunk, t.limit, MAX_KEYS)
         try:
@@ -323,45 +250,13 @@ class SchedulerHalf:
         except (OverflowError, TypeError, ValueError) as e:
             self._exclude(t, f"its tokens are not numbers of 32 bits ({e})")
             return None
-        i = t.incarnation = _Incarnation(next(self._ids), session, keys)
-        self._ask(i, now)
-        return i
+        t.incarnation = self._leases.begin(keys, session, now)
+        return t.incarnation
 
-    def _ask(self, i: _Incarnation, now: float) -> bool:
-        """Sends the lease (again, with the same id). Busy leaves an earlier lease
-        and its answer in force."""
-        flags = kvtier.LEASE_PREFETCH | kvtier.LEASE_PIN
-        if not self._coordinator.lease(i.lease, i.keys, flags):
-            return False
-        i.sent = True
-        i.asked_at = i.touched_at = now
-        if i.hits is not None:
-            i.wait_from = i.hits.answer
-        return True
-
-    def _collect(self, i: _Incarnation, timeout_s: float = 0.0) -> None:
-        """Takes a newer reply, if there is one. Raises kvtier.LeaseLost and others."""
-        after = i.hits.answer if i.hits is not None else 0
-        hits = self._coordinator.lease_result(i.lease, after, timeout_s)
-        if hits is not None:
-            if i.first_resident is None:
-                i.first_resident = hits.resident
-            i.hits = hits
-
-    def _alive(self, i: _Incarnation, now: float) -> bool:
-        """Takes a newer reply; False when nothing is leased any more."""
-        if now - i.touched_at > self._lease_life_s:
-            return False        # nobody stepped the engine for a minute: nothing was renewed
-        try:
-            self._collect(i)
-        except kvtier.LeaseLost:
-            return False
-        return True
-
-    def _end_incarnation(self, t: _Tracked) -> None:
+    def _end_incarnation(self, t: Tracked) -> None:
         i, t.incarnation = t.incarnation, None
-        if i is not None and i.sent and self._coordinator is not None:
-            self._coordinator.release(i.lease)
+        if i is not None and self._leases is not None:
+            self._leases.end(i)
 
     def get_num_new_matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
         t = self._tracked.get(request.request_id)
@@ -380,7 +275,7 @@ class SchedulerHalf:
             return 0, False
         try:
             run = self._run(t, session, now)
-        except kvtier.Error as e:       # the leader is going, or has no room for leases
+        except kvtier.Error as e:  # the leader is going, or has no room for leases
             logger.debug("kvtier: no answer for request %s: %s", request.request_id, e)
             self.stats.add("unanswered")
             self._end_incarnation(t)
@@ -398,86 +293,14 @@ class SchedulerHalf:
             self.stats.add("hit_tokens", n)
         return n, n > 0
 
-    def _run(self, t: _Tracked, session: int, now: float) -> int | None:
+    def _run(self, t: Tracked, session: int, now: float) -> int | None:
         """Leading chunks to promise; None: not known yet."""
         i = t.incarnation
-        if i is None or i.session != session or (i.sent and not self._alive(i, now)):
-            # Nothing is pinned and no promise holds: a new incarnation, with a
-            # wait of its own.
+        if i is None or not self._leases.alive(i, session, now):
             i = self._begin(t, session, now)
             if i is None:
                 return 0
-        first_call = i.deadline is None
-        if first_call:
-            i.deadline = now + self._patience(t.request.num_tokens - t.local)
-        if not i.sent:
-            if not self._ask(i, now):   # busy at arrival and again: a miss
-                t.incarnation = None
-                return 0
-        elif i.hits is None:
-            pass
-        elif first_call:
-            # The answer of the arrival may be old; what was stored meanwhile
-            # would be computed again.
-            if i.hits.leased < len(i.keys) and now - i.asked_at > FRESH_S:
-                self._ask(i, now)
-        elif i.run is not None and min(now - i.answered_at, now - i.asked_at) > STALE_S:
-            self._ask(i, now)
-
-        if not self._answered(i) and not i.waited:
-            # None costs the request a whole step of the engine; the reply is
-            # usually some microseconds away.
-            i.waited = True
-            self._collect(i, LEASE_WAIT_S)
-        if self._answered(i):
-            return self._promise(i, now)
-        if i.run is not None:
-            return i.run
-        if self._clock() < i.deadline:
-            return None
-        # Not kept as the promise: a late reply still counts.
-        self.stats.add("wait_timeouts")
-        return 0 if i.hits is None else i.hits.resident
-
-    def _patience(self, tokens: int) -> float:
-        """Seconds that a request may be held back: to wait longer than computing
-        takes is no gain."""
-        if not self._tokens_per_s:
-            return self._settings.lookup_wait_s
-        return min(self._settings.lookup_wait_s, tokens / self._tokens_per_s)
-
-    def _measure(self, now: float, scheduled: int) -> None:
-        """Learns how fast the engine computes, from steps that have enough to do."""
-        began, n = self._step
-        self._step = (now, scheduled)
-        if n < MEASURED_TOKENS or now <= began:
-            return
-        rate = n / (now - began)
-        # The engine may have paused after a step, so what is slow counts little.
-        weight = 0.3 if rate > self._tokens_per_s else 0.05
-        self._tokens_per_s += weight * (rate - self._tokens_per_s) if self._tokens_per_s else rate
-
-    @staticmethod
-    def _answered(i: _Incarnation) -> bool:
-        return i.hits is not None and i.hits.answer > i.wait_from
-
-    def _promise(self, i: _Incarnation, now: float) -> int | None:
-        h = i.hits
-        if i.run is not None:
-            if h.answer > i.wait_from and i.answered_at < i.asked_at:
-                # A newer reply replaces the promise, but never by "wait".
-                i.run = h.leased if h.pending == 0 else max(h.resident, min(i.run, h.leased))
-                i.answered_at = now
-            return i.run
-        if h.pending and now < i.deadline:
-            if now - i.asked_at > POLL_S:
-                self._ask(i, now)
-            return None
-        if h.pending:
-            self.stats.add("wait_timeouts")
-        i.run = h.leased if h.pending == 0 else h.resident
-        i.answered_at = now
-        return i.run
+        return self._leases.run(i, now, self._patience.seconds(t.request.num_tokens - t.local))
 
     # ---- load -------------------------------------------------------------------
 
@@ -487,13 +310,12 @@ class SchedulerHalf:
             if t is not None and t.load is None:
                 self._end_incarnation(t)
             return
-        if t is None:       # vLLM waits for a report all the same
-            t = self._tracked[request.request_id] = _Tracked(request, self._epoch)
-            t.may_load = t.may_store = False
+        if t is None:  # vLLM waits for a report all the same
+            t = self._tracked[request.request_id] = Tracked(request, self._epoch, False, False)
         op = next(self._ids)
         try:
             ids = blocks.get_block_ids()[0]
-        except Exception as e:      # no ids: the ranks report the request as a whole
+        except Exception as e:  # no ids: the ranks report the request as a whole
             logger.error("kvtier: the blocks of a load are not known: %s", e)
             ids = []
         # request.num_computed_tokens is 0 at this moment, whatever the local hit.
@@ -501,7 +323,7 @@ class SchedulerHalf:
         wanted = list(ids[first // span : (first + n) // span])
         j0, j1 = first // chunk, -(-(first + n) // chunk)
         plan = LoadPlan(op, 0, request.request_id, first, n, wanted or list(ids), [], j1 - j0)
-        t.load = self._loads[op] = _Load(op, first, plan.blocks, t)
+        t.load = self._loads[op] = Load(op, first, plan.blocks, t)
         # From here on the ranks will report, also if the rest fails.
         self._planned.append(plan)
         self.stats.add("loads")
@@ -521,7 +343,7 @@ class SchedulerHalf:
         plan.session = begun[0]
         plan.verdicts = _first_window(begun[1])
 
-    def _split(self, i: _Incarnation, first: int, n: int) -> dict[CacheHitSource, int]:
+    def _split(self, i: Incarnation, first: int, n: int) -> dict[CacheHitSource, int]:
         """Tokens by tier. What a prefetch of ours brought to DRAM came from disk."""
         in_dram = (i.first_resident or 0) * self._chunk
         host = max(0, min(first + n, in_dram) - first)
@@ -544,27 +366,14 @@ class SchedulerHalf:
         if now - self._logged_at > LOG_S and self._cache is not None:
             self._logged_at = now
             drain_records(self._cache)
-        self._measure(now, output.total_num_scheduled_tokens)
+        self._patience.measure(now, output.total_num_scheduled_tokens)
         session = self._attached(now)
         if not session:
             return
-        if now - self._renewed_at > min(RENEW_S, self._lease_life_s / 2):
-            self._renewed_at = now
-            self._renew(session)
+        self._leases.renew((t.incarnation for t in self._tracked.values()), session, now)
         self._store(meta, output, session)
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id, session, now)
-
-    def _renew(self, session: int) -> None:
-        live = [
-            t.incarnation
-            for t in self._tracked.values()
-            if t.incarnation is not None and t.incarnation.sent and t.incarnation.session == session
-        ]
-        if live:
-            self._coordinator.renew([i.lease for i in live])
-        for i in live:
-            i.touched_at = self._renewed_at
 
     def _preempted(self, request_id: str, session: int, now: float) -> None:
         """Asks at once for what a preempted request will need again."""
@@ -572,14 +381,14 @@ class SchedulerHalf:
         if t is None or t.load is not None or t.incarnation is not None:
             return
         if t.request.status != RequestStatus.PREEMPTED or t.request.num_computed_tokens:
-            return      # resumed in the same step
+            return  # resumed in the same step
         if t.frozen:
             self._restart(t)
         if self._worth_asking(t):
             self._begin(t, session, now)
 
     def _store(self, meta: KVTierMetadata, output: SchedulerOutput, session: int) -> None:
-        offers: list[tuple[_Tracked, int, kvtier.StoreRequest]] = []
+        offers: list[tuple[Tracked, int, kvtier.StoreRequest]] = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             t = self._tracked.get(request_id)
             if t is None or not t.may_store or t.frozen or t.chain is None:
@@ -600,7 +409,7 @@ class SchedulerHalf:
             return
         try:
             answered, verdicts = self._coordinator.store_begin([o for _, _, o in offers], STORE_WAIT_S)
-        except kvtier.Error as e:       # the leader is going
+        except kvtier.Error as e:  # the leader is going
             logger.debug("kvtier: nothing is stored in this step: %s", e)
             self.stats.add("store_timeouts", len(offers))
             return
@@ -625,7 +434,7 @@ class SchedulerHalf:
         if failed is not None:
             raise failed
 
-    def _offer(self, t: _Tracked, end: int) -> kvtier.StoreRequest | None:
+    def _offer(self, t: Tracked, end: int) -> kvtier.StoreRequest | None:
         """Asks for slots for chunks cursor..end, whose tokens are computed when this
         step has run."""
         t.chain.truncate(max(t.cursor, t.request.num_computed_tokens // self._chunk))
@@ -644,7 +453,7 @@ class SchedulerHalf:
 
     def _plan(
         self,
-        t: _Tracked,
+        t: Tracked,
         end: int,
         offer: kvtier.StoreRequest,
         verdicts: npt.NDArray[np.uint32],
@@ -701,7 +510,7 @@ class SchedulerHalf:
                 t = self._tracked.get(request_id)
                 load = t.load if t is not None else None
                 if load is None:
-                    continue        # not ours
+                    continue  # not ours
                 t.load = None
                 if request_id in output.failed_recving:
                     load.failed = True
@@ -728,7 +537,7 @@ class SchedulerHalf:
     def reset_cache(self) -> None:
         """New weights, or nobody knows: a new epoch, whose keys nobody has. Requests
         that keep pages store nothing from them any more; those without begin anew."""
-        self._epoch = os.urandom(16)    # also without a leader: old KV must not be found
+        self._epoch = os.urandom(16)  # also without a leader: old KV must not be found
         if self._coordinator is not None:
             try:
                 self._epoch = self._coordinator.reset()
@@ -736,7 +545,7 @@ class SchedulerHalf:
                 logger.debug("kvtier: the leader did not hear of the reset: %s", e)
         self.stats.add("resets")
         for t in self._tracked.values():
-            t.frozen = True     # also should what follows fail
+            t.frozen = True  # also should what follows fail
         now = self._clock()
         session = self._attached(now)
         for t in list(self._tracked.values()):
@@ -749,13 +558,13 @@ class SchedulerHalf:
                 if session and self._worth_asking(t):
                     self._begin(t, session, now)
 
-    def _restart(self, t: _Tracked) -> None:
+    def _restart(self, t: Tracked) -> None:
         """Begins a request that has no pages anew, under the present epoch."""
         self._end_incarnation(t)
         t.epoch = self._epoch
         t.chain, t.cursor, t.declined_at = None, 0, -1
         t.frozen = False
-        t.limit = _NO_LIMIT
+        t.limit = NO_LIMIT
         self._identify(t)
 
     # ---- inspection -----------------------------------------------------------------
@@ -769,19 +578,6 @@ class SchedulerHalf:
             "planned": len(self._planned),
             "leases": sum(t.incarnation is not None for t in self._tracked.values()),
         }
-
-
-def _wishes(request: Request) -> tuple[bool, bool]:
-    """Whether a request may load and may store, by what it asks for."""
-    params = request.kv_transfer_params
-    mine = params.get("kvtier") if isinstance(params, dict) else None
-    mine = mine if isinstance(mine, dict) else {}
-    load = mine.get("load", True) is not False
-    store = mine.get("store", True) is not False
-    sampling = request.sampling_params
-    if request.skip_reading_prefix_cache or (sampling is not None and sampling.prompt_logprobs is not None):
-        load = False
-    return load, store
 
 
 def _first_window(verdicts: npt.NDArray[np.uint32]) -> list[tuple[int, int, int]]:

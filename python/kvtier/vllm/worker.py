@@ -85,14 +85,14 @@ class WorkerHalf:
 
         self._cache: kvtier.Cache | None = None
         self._rank: kvtier.Rank | None = None
-        self._stopping: kvtier.Rank | None = None   # closed, but with a copy still running
+        self._stopping: kvtier.Rank | None = None  # closed, but with a copy still running
         self._pages: mapping.PageMap | None = None
         self._chunk = 0
-        self._running: dict[int, LoadPlan] = {}     # loads without a report, by operation
+        self._running: dict[int, LoadPlan] = {}  # loads without a report, by operation
         self._by_request: dict[str, int] = {}
-        self._finished: set[str] = set()            # to be reported with the next results
+        self._finished: set[str] = set()  # to be reported with the next results
         self._invalid: set[int] = set()
-        self._failed: set[str] = set()              # whole requests, when their blocks are not known
+        self._failed: set[str] = set()  # whole requests, when their blocks are not known
 
     # ---- opening and closing -------------------------------------------------
 
@@ -111,7 +111,9 @@ class WorkerHalf:
         if chunk != self._settings.chunk_tokens:
             logger.info(
                 "kvtier: chunk_tokens is %d instead of %d, a multiple of the %d tokens of a page",
-                chunk, self._settings.chunk_tokens, pages.tokens_per_row,
+                chunk,
+                self._settings.chunk_tokens,
+                pages.tokens_per_row,
             )
         memory_only, reasons = who.memory_only, [who.reason] if who.reason else []
         weights = ""
@@ -161,7 +163,8 @@ class WorkerHalf:
         except kvtier.Timeout:
             logger.info(
                 "kvtier: %s is registered; until a leader accepts the group, every lookup is a miss (%s)",
-                who.model, cache.state()[1],
+                who.model,
+                cache.state()[1],
             )
         except kvtier.Error as e:
             self.close()
@@ -178,8 +181,15 @@ class WorkerHalf:
         logger.info(
             "kvtier: %s (%s), namespace %s: %s, %d bytes a token, chunks of %d tokens; "
             "%d tokens fit in %.1f GiB of DRAM, %s",
-            state, detail, a.fingerprint.hex()[:16], who.model, self._pages.bytes_per_token,
-            a.chunk_tokens, dram, a.slots * a.slot_bytes / (1 << 30), disk,
+            state,
+            detail,
+            a.fingerprint.hex()[:16],
+            who.model,
+            self._pages.bytes_per_token,
+            a.chunk_tokens,
+            dram,
+            a.slots * a.slot_bytes / (1 << 30),
+            disk,
         )
 
     @property
@@ -290,7 +300,7 @@ class WorkerHalf:
             for request_id in finished_requests:
                 op = self._by_request.get(request_id)
                 if op is not None:
-                    self._rank.cancel_load(op)      # aborted; it still reports once
+                    self._rank.cancel_load(op)  # aborted; it still reports once
             if self._running:
                 for e in _inbox.take(self._cache, self._rank.handle):
                     self._ended(e)

@@ -53,8 +53,8 @@ from kvtier.vllm import KVTierConnector
 torch.set_num_threads(1)
 
 LAYERS = 2
-TOKEN_BYTES = 8     # of one layer: one hash
-ROW_STRIDE = 64     # a row of 16 bytes, rounded up
+TOKEN_BYTES = 8  # of one layer: one hash
+ROW_STRIDE = 64  # a row of 16 bytes, rounded up
 MAX_LEN = 1024
 M64 = (1 << 64) - 1
 
@@ -102,14 +102,20 @@ def _config(block: int, recognisable: bool) -> VllmConfig:
     if key not in _configs:
         cfg = VllmConfig(
             model_config=ModelConfig(
-                model=str(_model(recognisable)), skip_tokenizer_init=True, dtype="bfloat16",
-                max_model_len=MAX_LEN, enforce_eager=True,
+                model=str(_model(recognisable)),
+                skip_tokenizer_init=True,
+                dtype="bfloat16",
+                max_model_len=MAX_LEN,
+                enforce_eager=True,
             ),
             parallel_config=ParallelConfig(),
             cache_config=CacheConfig(block_size=block, enable_prefix_caching=True),
             scheduler_config=SchedulerConfig(
-                max_num_seqs=16, max_num_batched_tokens=8192, max_model_len=MAX_LEN,
-                is_encoder_decoder=False, enable_chunked_prefill=True,
+                max_num_seqs=16,
+                max_num_batched_tokens=8192,
+                max_model_len=MAX_LEN,
+                is_encoder_decoder=False,
+                enable_chunked_prefill=True,
             ),
             device_config=DeviceConfig("cpu"),
             kv_transfer_config=KVTransferConfig(
@@ -221,16 +227,20 @@ class Engine:
         self.worker.register_kv_caches(self.caches)
         cls = AsyncScheduler if async_scheduling else Scheduler
         self.scheduler = cls(
-            vllm_config=cfg, kv_cache_config=kv, structured_output_manager=StructuredOutputManager(cfg),
-            block_size=scheduler_block, hash_block_size=hash_block, log_stats=True,
+            vllm_config=cfg,
+            kv_cache_config=kv,
+            structured_output_manager=StructuredOutputManager(cfg),
+            block_size=scheduler_block,
+            hash_block_size=hash_block,
+            log_stats=True,
         )
         self.connector = self.scheduler.connector
         if not measured:
             # This engine computes a million tokens a second, and no wait would be
             # worth while.
-            self.half._measure = lambda now, scheduled: None
+            self.half._patience.measure = lambda now, scheduled: None
         if async_scheduling:
-            self.scheduler.defer_block_free = True      # vLLM derives it from the executor
+            self.scheduler.defer_block_free = True  # vLLM derives it from the executor
         if (handshake := self.worker.get_handshake_metadata()) is not None:
             self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
         hash_fn = get_hash_fn_by_name(cfg.cache_config.prefix_caching_hash_algo)
@@ -344,7 +354,7 @@ class Engine:
                 return
             output = self.step()
             if not output.num_scheduled_tokens:
-                time.sleep(0.001)       # as the engine core does
+                time.sleep(0.001)  # as the engine core does
         raise AssertionError(f"does not end: {[r.status.name for r in self.scheduler.requests.values()]}")
 
     def _forward(self, todo) -> dict[str, list[int]]:
@@ -352,7 +362,7 @@ class Engine:
         sampled = {}
         for rid, (start, n, drafts, table, prefill) in todo.items():
             q = self.sequences[rid]
-            n = min(n, len(q.tokens) - start)   # async scheduling may run past the end
+            n = min(n, len(q.tokens) - start)  # async scheduling may run past the end
             want = self.values(q)
             self._check(q, start, table, want)
             new = want[start : start + n].copy()

@@ -116,11 +116,19 @@ def test_structures_are_those_of_0_32():
         have = {f.name for f in dataclasses.fields(cls)}
         changed += [f"{cls.__name__}.{n} is gone" for n in used.split() if n not in have]
     have = {m.name for m in RequestStatus}
-    changed += [f"RequestStatus.{n} is gone" for n in ("RUNNING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS") if n not in have]
+    changed += [
+        f"RequestStatus.{n} is gone"
+        for n in ("RUNNING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
+        if n not in have
+    ]
     have = {m.name for m in CacheHitSource}
     changed += [f"CacheHitSource.{n} is gone" for n in ("HOST", "DISK") if n not in have]
     source = inspect.getsource(Request)
-    changed += [f"Request.{n} is gone" for n in REQUEST_ATTRIBUTES if f"self.{n}" not in source and f"def {n}" not in source]
+    changed += [
+        f"Request.{n} is gone"
+        for n in REQUEST_ATTRIBUTES
+        if f"self.{n}" not in source and f"def {n}" not in source
+    ]
     assert not changed, f"vLLM {vllm.__version__}: " + "; ".join(changed)
 
 
@@ -139,7 +147,9 @@ def test_importing_loads_no_library():
         "maps = open('/proc/self/maps').read();"
         "assert 'libkvtier' not in maps, 'libkvtier is loaded'"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=_env())
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=_env()
+    )
     assert done.returncode == 0, done.stderr
 
 

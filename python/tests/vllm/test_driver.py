@@ -52,7 +52,7 @@ class Flaky:
         if self._happens(0.5):
             return None
         begun = self._c.load_begin(op, *a)
-        if self._happens(0.5):      # the leader began it, but the answer came too late
+        if self._happens(0.5):  # the leader began it, but the answer came too late
             self._c.cancel(op, True)
             return None
         return begun
@@ -78,7 +78,7 @@ class World:
         least = MAX_LEN // block + 1
         blocks = least + rng.choice([0, 1, 4, 20] if block == 16 else [0, 1, 4])
         if self.streaming:
-            blocks = least * 9      # sessions hold pages while they wait: vLLM alone would block
+            blocks = least * 9  # sessions hold pages while they wait: vLLM alone would block
         slots = rng.choice([16, 24, 48, 120])
         extra = {
             "lookup_wait_s": rng.choice([0.0, 0.02, 0.2, 1.0]),
@@ -97,18 +97,27 @@ class World:
         sequences = rng.choice([2, 4, 8, 16])
         policy = "priority" if rng.random() < 0.25 else "fcfs"
         self.engine = Engine(
-            block=block, chunk=chunk, blocks=blocks, slots=slots, batched_tokens=batched, sequences=sequences,
-            async_scheduling=self.asynchronous, policy=policy, extra=extra,
-            recognisable="disk_path" in extra, home=home, measured=rng.random() < 0.3,
+            block=block,
+            chunk=chunk,
+            blocks=blocks,
+            slots=slots,
+            batched_tokens=batched,
+            sequences=sequences,
+            async_scheduling=self.asynchronous,
+            policy=policy,
+            extra=extra,
+            recognisable="disk_path" in extra,
+            home=home,
+            measured=rng.random() < 0.3,
         )
         self.scheduler = self.engine.scheduler
         if self.drafts:
             self.scheduler.num_spec_tokens = 3
         half = self.engine.half
-        half._coordinator = Flaky(half._coordinator, rng, self.p_flaky)
+        half._coordinator = half._leases._coordinator = Flaky(half._coordinator, rng, self.p_flaky)
         self.documents = [rng.randrange(1 << 30) for _ in range(4)]
         self.history: list[Sequence] = []
-        self.queue: list[list] = []     # scheduled steps: output, work, result
+        self.queue: list[list] = []  # scheduled steps: output, work, result
         self.turns: dict[str, int] = {}
         self.longest = rng.choice([300, 600, 900])
         self.steps = 0
@@ -168,8 +177,11 @@ class World:
             self.counts["turns"] += 1
         self.scheduler.add_request(
             Request(
-                request_id=q.id, resumable=not last, prompt_token_ids=[1] if last else new,
-                sampling_params=SamplingParams(max_tokens=max_new, ignore_eos=True), pooling_params=None,
+                request_id=q.id,
+                resumable=not last,
+                prompt_token_ids=[1] if last else new,
+                sampling_params=SamplingParams(max_tokens=max_new, ignore_eos=True),
+                pooling_params=None,
                 block_hasher=self.engine._hasher,
             )
         )
@@ -192,14 +204,18 @@ class World:
         if self.streaming:
             for rid, r in list(s.requests.items()):
                 idle = r.status == RequestStatus.WAITING_FOR_STREAMING_REQ and r.num_in_flight_tokens == 0
-                if idle and not any(rid in work for _, work, _ in self.queue) and (rng.random() < 0.3 or not adding):
+                if (
+                    idle
+                    and not any(rid in work for _, work, _ in self.queue)
+                    and (rng.random() < 0.3 or not adding)
+                ):
                     self.turn(r)
 
     def reset(self, running: bool, connector: bool) -> None:
         try:
             ok = self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
         except RuntimeError:
-            ok = False      # waiting requests hold pages
+            ok = False  # waiting requests hold pages
         self.counts["resets" if ok else "failed resets"] += 1
         if ok and connector and not self.queue and self.rng.random() < 0.7:
             self.engine.weights += 1

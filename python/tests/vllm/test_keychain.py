@@ -26,7 +26,10 @@ def request(tokens, **kw):
 
 def image(offset, length, identifier="ab" * 32, modality="image"):
     return MultiModalFeatureSpec(
-        data=None, modality=modality, identifier=identifier, mm_position=PlaceholderRange(offset=offset, length=length)
+        data=None,
+        modality=modality,
+        identifier=identifier,
+        mm_position=PlaceholderRange(offset=offset, length=length),
     )
 
 
@@ -75,7 +78,7 @@ def test_plain_chain_and_incremental_growth(roots):
     chain.truncate(2)
     assert len(chain) == 2 and made(chain, 5) == want
     with pytest.raises(IndexError):
-        chain.extend(6)     # the sixth chunk is not full
+        chain.extend(6)  # the sixth chunk is not full
     with pytest.raises(IndexError):
         chain.kept(0, 3)
     assert chain.lookup(0).shape == (0, 32)
@@ -105,7 +108,11 @@ def test_prefix_extras_separate(roots):
             tagged,
             {"cache_salt": "s1"},
             b"e" * 16,
-            [extra(2, hashlib.sha256(b"s1").digest()), extra(3, b"e" * 16), extra(4, hashlib.sha256(b"team-a").digest())],
+            [
+                extra(2, hashlib.sha256(b"s1").digest()),
+                extra(3, b"e" * 16),
+                extra(4, hashlib.sha256(b"team-a").digest()),
+            ],
         ),
     ):
         r = request(tokens, **kw)
@@ -121,10 +128,18 @@ def test_multimodal_items_are_in_every_chunk_they_touch(roots):
     tokens = list(range(4 * C))
     items = [image(5, 10), image(2 * C + 1, 2, "cd" * 32, "audio")]
     r = request(tokens, mm_features=items)
-    digests = [keychain.multimodal_digest("image", "ab" * 32, 10), keychain.multimodal_digest("audio", "cd" * 32, 2)]
+    digests = [
+        keychain.multimodal_digest("image", "ab" * 32, 10),
+        keychain.multimodal_digest("audio", "cd" * 32, 2),
+    ]
     spelled = struct.pack("<I", 5) + b"image" + struct.pack("<I", 64) + b"ab" * 32 + struct.pack("<I", 10)
     assert digests[0] == hashlib.sha256(spelled).digest()
-    place = {0: [extra(16, digests[0], 5)], 1: [extra(16, digests[0], 5 - C)], 2: [extra(16, digests[1], 1)], 3: []}
+    place = {
+        0: [extra(16, digests[0], 5)],
+        1: [extra(16, digests[0], 5 - C)],
+        2: [extra(16, digests[1], 1)],
+        3: [],
+    }
     want = chain_of(root_of([]), tokens, lambda j: place[j])
     chain = KeyChain(r, roots.root(r, b""), C)
     assert made(chain, 4) == want

@@ -27,7 +27,10 @@ class Leader:
         path = str(Path(__file__).parents[2])
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, json.dumps(settings)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PYTHONPATH": path}, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={"PYTHONPATH": path},
+            text=True,
         )
         assert self.process.stdout.readline() == "open\n"
 

@@ -40,7 +40,9 @@ def names(n):
 def allocate(groups, layout, kernel_blocks=None):
     """vLLM's configuration and tensors for these groups, with its own code."""
     cache = SimpleNamespace(
-        get_resolved_kv_cache_layout=lambda: layout, prefix_cache_retention_interval=0, num_gpu_blocks_override=BLOCKS
+        get_resolved_kv_cache_layout=lambda: layout,
+        prefix_cache_retention_interval=0,
+        num_gpu_blocks_override=BLOCKS,
     )
     config = SimpleNamespace(
         cache_config=cache, attention_config=SimpleNamespace(hisparse_config=None), model_config=None
@@ -107,21 +109,32 @@ def test_gqa_rows(layout):
     assert (bytes_at(at, 512) == t[3, 5, 7].clone().view(torch.uint8).numpy()).all()
 
 
-@pytest.mark.parametrize("layout", [KVCacheLayout.LBNHC, KVCacheLayout.LBHNC, KVCacheLayout.BLNHC], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    "layout", [KVCacheLayout.LBNHC, KVCacheLayout.LBHNC, KVCacheLayout.BLNHC], ids=lambda x: x.name
+)
 def test_mla_rows(layout):
     pages, _, tensors = mapped([KVCacheGroupSpec(names(3), MLA)], layout, backend="CPU_MLA")
-    assert [(r.layer, r.head, r.bytes, r.token_stride) for r in pages.regions] == [(i, -1, 1152, 1152) for i in range(3)]
+    assert [(r.layer, r.head, r.bytes, r.token_stride) for r in pages.regions] == [
+        (i, -1, 1152, 1152) for i in range(3)
+    ]
     covers_everything(pages, tensors)
     assert pages.chunk_tokens(256) == 256 and pages.chunk_tokens(100) == 100
 
 
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBNHC, KVCacheLayout.BLNHC], ids=lambda x: x.name)
 def test_sparse_attention_has_three_regions_a_layer(layout):
-    layers = {"layers.0": DSA_MAIN, "layers.1": DSA_MAIN, "layers.0.idx": DSA_INDEXER, "layers.1.idx": DSA_INDEXER}
+    layers = {
+        "layers.0": DSA_MAIN,
+        "layers.1": DSA_MAIN,
+        "layers.0.idx": DSA_INDEXER,
+        "layers.1.idx": DSA_INDEXER,
+    }
     spec = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=layers)
     pages, _, tensors = mapped([KVCacheGroupSpec(list(layers), spec)], layout, backend="FLASHMLA_SPARSE")
     found = {(r.layer, r.name, r.bytes) for r in pages.regions}
-    assert found == {(l, n, b) for l in (0, 1) for n, b in (("kv", 656), ("indexer", 128), ("indexer.scale", 4))}
+    assert found == {
+        (l, n, b) for l in (0, 1) for n, b in (("kv", 656), ("indexer", 128), ("indexer.scale", 4))
+    }
     covers_everything(pages, tensors)
 
 
@@ -151,7 +164,9 @@ def test_cpu_attention_is_opaque():
         covers_everything(pages, tensors)
         for part in ("cpu_attn", "isa=", "dtype=bfloat16", "kv=auto", "block=128", "head=64+64"):
             assert part in pages.encoding
-    assert pages.chunk_tokens(256) == 256 and pages.chunk_tokens(100) == 128 and pages.chunk_tokens(300) == 384
+    assert (
+        pages.chunk_tokens(256) == 256 and pages.chunk_tokens(100) == 128 and pages.chunk_tokens(300) == 384
+    )
 
 
 def test_opaque_encoding_names_what_the_bytes_depend_on():
@@ -159,7 +174,9 @@ def test_opaque_encoding_names_what_the_bytes_depend_on():
     seen = set()
     for change in ({}, {"block_size": 64}, {"head_size": 128}, {"dtype": torch.float16}, {"head_size": 80}):
         spec = FullAttentionSpec(**(base | change))
-        seen.add(mapped([KVCacheGroupSpec(names(1), spec)], KVCacheLayout.LBHNC, backend="CPU_ATTN")[0].encoding)
+        seen.add(
+            mapped([KVCacheGroupSpec(names(1), spec)], KVCacheLayout.LBHNC, backend="CPU_ATTN")[0].encoding
+        )
     assert len(seen) == 5
 
 
@@ -176,8 +193,13 @@ def test_replicated_caches_under_dcp():
     shared = MLAAttentionSpec(
         block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, dcp_sharded=False
     )
-    assert all(r.replicated for r in mapped([KVCacheGroupSpec(names(1), shared)], KVCacheLayout.LBNHC, dcp=2)[0].regions)
-    assert not any(r.replicated for r in mapped([KVCacheGroupSpec(names(1), MLA)], KVCacheLayout.LBNHC, dcp=2)[0].regions)
+    assert all(
+        r.replicated
+        for r in mapped([KVCacheGroupSpec(names(1), shared)], KVCacheLayout.LBNHC, dcp=2)[0].regions
+    )
+    assert not any(
+        r.replicated for r in mapped([KVCacheGroupSpec(names(1), MLA)], KVCacheLayout.LBNHC, dcp=2)[0].regions
+    )
 
 
 def _spec(kind=FullAttentionSpec, **kw):
@@ -211,7 +233,11 @@ def test_groups_refused_by_name():
         with pytest.raises(mapping.Unsupported, match=text):
             mapping.page_map(tensors, kv, where, {}, "auto")
 
-    for field, text in (("host_resident", "host memory"), ("is_eagle_group", "draft"), ("enable_kv_transfer", "excludes")):
+    for field, text in (
+        ("host_resident", "host memory"),
+        ("is_eagle_group", "draft"),
+        ("enable_kv_transfer", "excludes"),
+    ):
         before = getattr(g, field)
         setattr(g, field, not before)
         refuse(text)
@@ -237,7 +263,11 @@ def test_a_cache_that_lies_elsewhere_is_refused():
 def test_topology():
     def config(**kw):
         parallel = dict(
-            prefill_context_parallel_size=1, pipeline_parallel_size=1, nnodes=1, world_size=1, tensor_parallel_size=1
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
+            nnodes=1,
+            world_size=1,
+            tensor_parallel_size=1,
         )
         return SimpleNamespace(
             parallel_config=SimpleNamespace(**(parallel | kw)),

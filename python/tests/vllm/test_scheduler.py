@@ -157,7 +157,9 @@ def test_load_is_clipped_to_its_range(make):
     q = e.add(DOC)
     output, todo = step_until_loading(e, q)
     (load,) = output.kv_connector_metadata.loads
-    assert (load.first_token, load.tokens) == (80, 496), "5 blocks of the engine's own, in the middle of chunk 1"
+    assert (load.first_token, load.tokens) == (80, 496), (
+        "5 blocks of the engine's own, in the middle of chunk 1"
+    )
     result = e.execute(output, todo)
     # What the load would write there is what is there; so put something else.
     shared = e.scheduler.kv_cache_manager.get_block_ids(q.id)[0][:5]
@@ -367,7 +369,10 @@ def test_small_hits_are_not_loaded(make):
 
 
 def test_hit_sources(make, tmp_path):
-    e = make(extra={"disk_path": str(tmp_path / "d"), "disk_gib": 0.01, "free_floor_gib": 0}, recognisable=True)
+    e = make(
+        extra={"disk_path": str(tmp_path / "d"), "disk_gib": 0.01, "free_floor_gib": 0, "dirty_gib": 0.01},
+        recognisable=True,
+    )
     warm(e)
     q = e.add(DOC)
     step = step_until_loading(e, q)
@@ -387,7 +392,7 @@ def test_hit_sources(make, tmp_path):
 
 def test_restart_finds_what_is_on_disk(make, tmp_path):
     """And a damaged chunk is a miss from there on, never wrong KV."""
-    extra = {"disk_path": str(tmp_path / "d"), "disk_gib": 0.01, "free_floor_gib": 0}
+    extra = {"disk_path": str(tmp_path / "d"), "disk_gib": 0.01, "free_floor_gib": 0, "dirty_gib": 0.01}
     e = make(extra=extra, recognisable=True)
     warm(e)
     assert e.cache.flush(10)
@@ -422,7 +427,9 @@ def _ordinal(path: Path) -> int:
 
 
 def test_unrecognisable_weights_stay_in_memory(make, tmp_path):
-    e = make(extra={"disk_path": str(tmp_path / "d"), "disk_gib": 0.01, "free_floor_gib": 0})
+    e = make(
+        extra={"disk_path": str(tmp_path / "d"), "disk_gib": 0.01, "free_floor_gib": 0, "dirty_gib": 0.01}
+    )
     warm(e)
     e.cache.flush(5)
     assert not list((tmp_path / "d").rglob("*.kvc"))
@@ -465,7 +472,7 @@ def test_five_failures_in_a_row_switch_off(make, monkeypatch):
     e = make()
     warm(e)
     q = e.add(DOC)
-    step = step_until_loading(e, q)     # a load is in flight
+    step = step_until_loading(e, q)  # a load is in flight
 
     def broken(*a):
         raise RuntimeError("broken on purpose")
@@ -688,24 +695,31 @@ def test_two_engines_share_one_namespace(make, tmp_path):
 
 def test_nobody_waits_longer_than_computing_takes(make):
     now = [100.0]
-    half = make(extra={"lookup_wait_s": 2.0}, measured=True).half
-    assert half._patience(600) == 2.0, "nothing is known yet"
+    patience = make(extra={"lookup_wait_s": 2.0}, measured=True).half._patience
+    assert patience.seconds(600) == 2.0, "nothing is known yet"
     for _ in range(50):
-        half._measure(now[0], 1000)
+        patience.measure(now[0], 1000)
         now[0] += 0.1
-    assert half._tokens_per_s == pytest.approx(10_000, rel=0.01)
-    assert half._patience(600) == pytest.approx(0.06, rel=0.01) and half._patience(10**6) == 2.0
-    half._measure(now[0], 1)        # a decode step
+    assert patience._tokens_per_s == pytest.approx(10_000, rel=0.01)
+    assert patience.seconds(600) == pytest.approx(0.06, rel=0.01) and patience.seconds(10**6) == 2.0
+    patience.measure(now[0], 1)  # a decode step
     now[0] += 10
-    half._measure(now[0], 1)        # and a pause
-    assert half._patience(600) == pytest.approx(0.06, rel=0.1)
+    patience.measure(now[0], 1)  # and a pause
+    assert patience.seconds(600) == pytest.approx(0.06, rel=0.1)
 
 
 def test_start_up_line_says_what_the_cache_will_do(make, caplog):
     with caplog.at_level("INFO", logger="vllm.kvtier"):
         make()
     (line,) = [m for m in caplog.messages if "bytes a token" in m]
-    for part in ("kvtier: leader", "namespace ", "deepseek, 16 bytes a token", "chunks of 64 tokens", "4096 tokens fit in", "no disk"):
+    for part in (
+        "kvtier: leader",
+        "namespace ",
+        "deepseek, 16 bytes a token",
+        "chunks of 64 tokens",
+        "4096 tokens fit in",
+        "no disk",
+    ):
         assert part in line, line
     assert any("nothing of this model goes to disk" in m for m in caplog.messages)
 

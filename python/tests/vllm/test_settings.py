@@ -14,16 +14,28 @@ def test_defaults_and_split():
     assert s.min_load_tokens == 64 and s.required
     d = Settings.parse({})
     assert (d.chunk_tokens, d.min_load_tokens, d.lookup_wait_s) == (256, 512, 2.0)
-    assert (d.load_failure_policy, d.save_generated, d.on_reset, d.required) == ("recompute", True, "epoch", False)
+    assert (d.load_failure_policy, d.save_generated, d.on_reset, d.required) == (
+        "recompute",
+        True,
+        "epoch",
+        False,
+    )
     assert not d.library and not d.test_flip_byte
 
 
 @pytest.mark.parametrize(
     "wrong, nearest",
-    [("dram_gb", "dram_gib"), ("chunk_token", "chunk_tokens"), ("Disk_Path", "disk_path"), ("lookup_wait", "lookup_wait_s")],
+    [
+        ("dram_gb", "dram_gib"),
+        ("chunk_token", "chunk_tokens"),
+        ("Disk_Path", "disk_path"),
+        ("lookup_wait", "lookup_wait_s"),
+    ],
 )
 def test_unknown_setting_names_the_nearest(wrong, nearest):
-    with pytest.raises(SettingsError, match=re.escape(f"unknown setting '{wrong}'; the nearest one is '{nearest}'")):
+    with pytest.raises(
+        SettingsError, match=re.escape(f"unknown setting '{wrong}'; the nearest one is '{nearest}'")
+    ):
         Settings.parse({wrong: 1})
 
 

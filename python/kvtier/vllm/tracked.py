@@ -1,0 +1,65 @@
+"""What the scheduler's half knows of one request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.request import Request
+
+    from .keychain import KeyChain
+    from .leases import Incarnation
+
+NO_LIMIT = 1 << 31
+
+
+class Load:
+    """A load from its begin until all ranks have reported."""
+
+    __slots__ = ("op", "first", "blocks", "owner", "failed")
+
+    def __init__(self, op: int, first: int, blocks: list[int], owner: Tracked) -> None:
+        self.op = op
+        self.first = first  # token
+        self.blocks = blocks
+        self.owner = owner
+        self.failed = False
+
+
+class Tracked:
+    """One request from its arrival to its end. Keys, cursor, failure limit and epoch
+    belong to the request; lease and answers to its present incarnation."""
+
+    __slots__ = (
+        "request", "may_load", "may_store", "epoch", "chain", "cursor", "declined_at",
+        "frozen", "limit", "local", "incarnation", "load", "sources",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, epoch: bytes, may_load: bool, may_store: bool) -> None:
+        self.request = request
+        self.may_load = may_load
+        self.may_store = may_store
+        self.epoch = epoch
+        self.chain: KeyChain | None = None  # None: no fingerprint yet, or not identified
+        self.cursor = 0  # chunks that need no offer any more
+        self.declined_at = -1  # chunks at the last offer of which some were declined
+        self.frozen = False  # its pages are older than the epoch: store nothing from them
+        self.limit = NO_LIMIT  # chunks; what lies beyond failed to load once
+        self.local = 0  # tokens of the engine's own hit at the last lookup
+        self.incarnation: Incarnation | None = None
+        self.load: Load | None = None
+        self.sources: dict[CacheHitSource, int] = {}
+
+
+def wishes(request: Request) -> tuple[bool, bool]:
+    """Whether a request may load and may store, by what it asks for."""
+    params = request.kv_transfer_params
+    mine = params.get("kvtier") if isinstance(params, dict) else None
+    mine = mine if isinstance(mine, dict) else {}
+    load = mine.get("load", True) is not False
+    store = mine.get("store", True) is not False
+    sampling = request.sampling_params
+    if request.skip_reading_prefix_cache or (sampling is not None and sampling.prompt_logprobs is not None):
+        load = False
+    return load, store
