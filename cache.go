@@ -298,8 +298,8 @@ func (c *Cache) leaderStats() ([]byte, error) {
 // pendingStats is the part of a leader's statistics that Flush looks at.
 type pendingStats struct {
 	Namespaces []struct {
-		Arena struct{ Writing int } `json:"arena"`
-		Slots map[string]int        `json:"slots"`
+		Arena struct{ Writing, Backlog int } `json:"arena"`
+		Slots map[string]int                 `json:"slots"`
 	} `json:"namespaces"`
 }
 
@@ -319,6 +319,9 @@ func (c *Cache) Flush(timeout time.Duration) error {
 		waiting := 0
 		for _, n := range s.Namespaces {
 			waiting += n.Arena.Writing + n.Slots[tier.Sealing.String()]
+			if n.Arena.Writing > 0 { // else the disk tier takes nothing now
+				waiting += n.Arena.Backlog
+			}
 		}
 		if waiting == 0 {
 			return nil

@@ -183,9 +183,9 @@ func (l *leader) close(timeout time.Duration) error {
 	l.opening.Lock()
 	l.opening.Unlock() //nolint:staticcheck // a barrier, not a section
 
-	// Chunks that are being hashed still go to disk.
+	// Chunks that are being hashed, or wait for room in the queue, still go to disk.
 	for _, sp := range spaces {
-		for l.sealing(sp) && time.Now().Before(limit) {
+		for l.draining(sp) && time.Now().Before(limit) {
 			time.Sleep(time.Millisecond)
 		}
 	}
@@ -199,10 +199,10 @@ func (l *leader) close(timeout time.Duration) error {
 	return errors.Join(errs...)
 }
 
-func (l *leader) sealing(sp *space) bool {
+func (l *leader) draining(sp *space) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return sp.Counts()[tier.Sealing] > 0
+	return sp.Draining()
 }
 
 // abandonAll ends every lease, load, assembly and deferred reply. The caller holds mu.

@@ -76,6 +76,9 @@ func (s *Space) unbacked() int { return len(s.slots) - int(s.fresh) + len(s.hole
 
 // canGrow says whether waiting a moment is likely to bring more slots.
 func (s *Space) canGrow() bool {
+	if s.growing > 0 {
+		return true // they are being allocated
+	}
 	return s.unbacked() > 0 && !s.now().Before(s.stalledUntil) && s.pool.room(s) >= s.slotBytes
 }
 
@@ -138,12 +141,14 @@ func (s *Space) planGrowth() (first uint32, n int) {
 	if last := len(s.holes) - 1; last >= 0 {
 		first = s.holes[last]
 		s.holes = s.holes[:last]
+		s.growing++
 		return first, 1
 	}
 	first = s.fresh
 	room := max(1, s.pool.room(s)/s.slotBytes) // one is asked for in any case: the answer names the limit
 	n = min(want, max(1, int(growStep/s.slotBytes)), len(s.slots)-int(first), int(min(room, maxSlots)))
 	s.fresh += uint32(n)
+	s.growing += n
 	return first, n
 }
 
@@ -158,6 +163,7 @@ func (s *Space) growBy(first uint32, n int) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.growing -= n
 	if err != nil {
 		got = 0
 	}

@@ -3,6 +3,7 @@ package tier
 import (
 	"encoding/binary"
 	"runtime"
+	"slices"
 
 	"github.com/zeebo/xxh3"
 )
@@ -105,21 +106,22 @@ func (s *Space) sealed(r Ref, hash [16]byte, done bool) {
 	s.stats.Sealed++
 	s.settle(r, nil)
 	// Settled may have removed it.
-	if sl.generation == r.Generation && sl.state == Ready {
-		s.offer(r.Slot)
+	if sl.generation == r.Generation && sl.state == Ready && !s.offer(r.Slot) {
+		s.postpone(r)
 	}
+	s.offerBacklog()
 }
 
-// offer queues a dirty chunk for disk. The write keeps the slot from being evicted
-// until it has ended.
-func (s *Space) offer(i uint32) {
+// offer queues a dirty chunk for disk and says whether there is nothing left to do for
+// it. The write keeps the slot from being evicted until it has ended.
+func (s *Space) offer(i uint32) bool {
 	sl := &s.slots[i]
 	if s.disk == nil || sl.noDisk || s.off != nil {
-		return
+		return true
 	}
 	if s.disk.Has(sl.key) { // left the arena once, and was computed again
 		s.setDurability(i, clean)
-		return
+		return true
 	}
 	r := Ref{i, sl.generation}
 	sl.users |= writer
@@ -129,12 +131,47 @@ func (s *Space) offer(i uint32) {
 		Done: func(err error) { s.written(r, err) },
 	})
 	if !queued {
-		s.stats.WritesDropped++
 		s.leave(i, writer)
-		return
+		return false
 	}
 	s.inflight++
 	s.writing++
+	return true
+}
+
+// postpone remembers a chunk that the disk tier did not take: its queue is bounded, and
+// a burst of stores is faster than a disk. Until it is offered again it may be evicted
+// like any other dirty chunk.
+func (s *Space) postpone(r Ref) {
+	s.stats.WritesPostponed++
+	if len(s.backlog) >= len(s.slots) {
+		s.backlog = slices.DeleteFunc(s.backlog, func(r Ref) bool { return !s.unwritten(r) })
+	}
+	s.backlog = append(s.backlog, r)
+}
+
+// unwritten says whether a postponed chunk still is in DRAM only.
+func (s *Space) unwritten(r Ref) bool {
+	sl := &s.slots[r.Slot]
+	return sl.generation == r.Generation && sl.state == Ready && sl.durability == dirty && sl.users&writer == 0
+}
+
+// offerBacklog offers postponed chunks, oldest first, until one is not taken.
+func (s *Space) offerBacklog() {
+	for len(s.backlog) > 0 {
+		if r := s.backlog[0]; s.unwritten(r) && !s.offer(r.Slot) {
+			return
+		}
+		s.backlog = s.backlog[1:]
+	}
+	s.backlog = nil
+}
+
+// Draining offers what waits for disk and says whether waiting brings more of it there.
+// It does not while the disk tier takes nothing, whether switched off or full.
+func (s *Space) Draining() bool {
+	s.offerBacklog()
+	return s.counts[Sealing] > 0 || len(s.backlog) > 0 && s.writing > 0
 }
 
 // written is called once on a lane of the disk tier when a write has ended.
@@ -152,6 +189,7 @@ func (s *Space) written(r Ref, err error) {
 		s.setDurability(r.Slot, clean)
 	}
 	s.leave(r.Slot, writer)
+	s.offerBacklog()
 }
 
 func (s *Space) setDurability(i uint32, d durability) {

@@ -88,9 +88,11 @@ type Space struct {
 	freeHead     uint32
 	freeCount    int
 	fresh        uint32   // slots from here on never had memory
+	growing      int      // slots whose memory is being allocated right now
 	holes        []uint32 // slots before it that have none
 	stalledUntil time.Time
 	sealing      []Ref // waiting for a worker
+	backlog      []Ref // READY, dirty and postponed by the disk tier; oldest first, some may be gone
 	dirty        int
 	writing      int
 	stats        SpaceStats
@@ -153,7 +155,7 @@ func (s *Space) open() error {
 		s.table, err = OpenTable(s.tableSegment)
 	}
 	if err == nil {
-		s.fresh = minSlots
+		s.fresh, s.growing = minSlots, minSlots
 		s.attached.Store(true)
 		s.pool.join(s)
 		if err = s.growBy(0, minSlots); err != nil {

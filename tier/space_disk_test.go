@@ -283,7 +283,7 @@ func TestRemovedDuringWriteDoesNotComeBack(t *testing.T) {
 	}
 }
 
-func TestWritesBeyondTheDirtyBoundAreDropped(t *testing.T) {
+func TestPostponedWriteOfAnEvictedChunkIsLost(t *testing.T) {
 	fs := &gateFS{}
 	store, _ := openTestStore(t, StoreOptions{FS: fs, DirtyBytes: rigChunk})
 	disk, err := store.Namespace(rigNamespace("rig"))
@@ -292,15 +292,15 @@ func TestWritesBeyondTheDirtyBoundAreDropped(t *testing.T) {
 	g.grown(4)
 	open := fs.shut()
 	defer open()
-	written, dropped := g.store(1, 0, false), g.store(2, 0, false)
+	written, postponed := g.store(1, 0, false), g.store(2, 0, false)
 	g.do(func() {
 		st := g.space.Stats()
-		require.EqualValues(t, 1, st.WritesDropped)
+		require.EqualValues(t, 1, st.WritesPostponed)
 		require.Equal(t, 1, st.Writing)
 		require.Equal(t, 2, st.Dirty)
-		require.True(t, g.space.is(dropped, Ready), "it stays in DRAM")
+		require.True(t, g.space.is(postponed, Ready), "it stays in DRAM")
 	})
-	// What is being written is passed over, what was dropped is lost.
+	// What is being written is passed over, what was postponed is lost.
 	g.grant(10, 0, true)
 	g.grant(11, 0, true)
 	require.NoError(t, g.makeRoom())
@@ -314,6 +314,32 @@ func TestWritesBeyondTheDirtyBoundAreDropped(t *testing.T) {
 	g.until("written", func() bool { return disk.Has(rigKey(1)) && g.space.writing == 0 })
 	require.NoError(t, g.makeRoom())
 	g.do(func() { require.EqualValues(t, 1, g.space.Stats().EvictedDirty) })
+}
+
+// A burst of stores is faster than the disk, whose queue is bounded; what did not fit
+// follows when there is room.
+func TestPostponedWritesFollow(t *testing.T) {
+	fs := &gateFS{}
+	store, _ := openTestStore(t, StoreOptions{FS: fs, DirtyBytes: rigChunk})
+	disk, err := store.Namespace(rigNamespace("rig"))
+	require.NoError(t, err)
+	g := newRig(t, rigOptions{slots: 8, disk: disk})
+	g.grown(8)
+	open := fs.shut()
+	defer open()
+	for n := range 6 {
+		g.store(n, 0, false)
+	}
+	g.do(func() {
+		require.Equal(t, 5, g.space.Stats().Backlog)
+		require.True(t, g.space.Draining())
+	})
+	open()
+	g.until("all written", func() bool { return disk.Count() == 6 && g.space.dirty == 0 })
+	g.do(func() {
+		require.Zero(t, g.space.Stats().Backlog)
+		require.False(t, g.space.Draining())
+	})
 }
 
 func TestCloseWaitsForReads(t *testing.T) {

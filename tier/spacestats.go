@@ -12,22 +12,23 @@ type SpaceStats struct {
 	Limit     string        `json:"limit"`           // what keeps the arena from growing; empty: nothing
 	Off       string        `json:"off"`             // why the namespace is switched off; empty: it is not
 
-	Grants        uint64 `json:"grants"`   // slots given to stores
-	Fills         uint64 `json:"fills"`    // and to reads
-	Declined      uint64 `json:"declined"` // not given for want of one
-	Sealed        uint64 `json:"sealed"`
-	FillErrors    uint64 `json:"fill_errors"`
-	Evicted       uint64 `json:"evicted"`
-	EvictedDirty  uint64 `json:"evicted_dirty"`  // of these: lost although meant for disk
-	WritesDropped uint64 `json:"writes_dropped"` // not taken by the disk tier
-	WriteErrors   uint64 `json:"write_errors"`
-	Stale         uint64 `json:"stale"` // events for a slot that was something else by then
+	Grants          uint64 `json:"grants"`   // slots given to stores
+	Fills           uint64 `json:"fills"`    // and to reads
+	Declined        uint64 `json:"declined"` // not given for want of one
+	Sealed          uint64 `json:"sealed"`
+	FillErrors      uint64 `json:"fill_errors"`
+	Evicted         uint64 `json:"evicted"`
+	EvictedDirty    uint64 `json:"evicted_dirty"`    // of these: lost although meant for disk
+	Backlog         int    `json:"backlog"`          // chunks that wait for room in the queue to disk
+	WritesPostponed uint64 `json:"writes_postponed"` // not taken at once by the disk tier
+	WriteErrors     uint64 `json:"write_errors"`
+	Stale           uint64 `json:"stale"` // events for a slot that was something else by then
 }
 
 // Available is how many slots could be given: free, evictable, and still to come
 // within the budget.
 func (s *Space) Available() int {
-	n := s.freeCount + len(s.queues[cleanQueue].order) + len(s.queues[dirtyQueue].order)
+	n := s.freeCount + s.growing + len(s.queues[cleanQueue].order) + len(s.queues[dirtyQueue].order)
 	if more := s.unbacked(); more > 0 && !s.now().Before(s.stalledUntil) {
 		n += int(min(int64(more), max(0, s.pool.room(s)/s.slotBytes)))
 	}
@@ -48,6 +49,6 @@ func (s *Space) Stats() SpaceStats {
 	st := s.stats
 	st.Slots, st.SlotBytes, st.Backed = len(s.slots), s.slotBytes, s.backedBytes.Load()
 	st.States, st.Available = s.Counts(), s.Available()
-	st.Dirty, st.Writing = s.dirty, s.writing
+	st.Dirty, st.Writing, st.Backlog = s.dirty, s.writing, len(s.backlog)
 	return st
 }
