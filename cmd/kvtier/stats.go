@@ -13,19 +13,12 @@ import (
 func newStatsCommand() *cobra.Command {
 	var wait time.Duration
 	cmd := &cobra.Command{
-		Use:   "stats ROOT",
-		Short: "Print the statistics of the leader of a root as JSON",
-		Args:  cobra.ExactArgs(1),
+		Use:     "stats ROOT",
+		Short:   "Print the statistics of the leader of a root as JSON",
+		Example: "  kvtier stats /nvme/kv | jq .leader.disk",
+		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			cache, err := open(map[string]any{"disk_path": args[0], "role": "member"})
-			if err != nil {
-				return err
-			}
-			defer cache.Close(time.Second)
-			if !attached(cache, wait) {
-				return fmt.Errorf("no leader of %s answered within %s: is an engine or `kvtier serve` running on it?", args[0], wait)
-			}
-			text, err := cache.Stats()
+			text, err := leaderStatistics(args[0], wait)
 			if err != nil {
 				return err
 			}
@@ -39,6 +32,19 @@ func newStatsCommand() *cobra.Command {
 	}
 	cmd.Flags().DurationVar(&wait, "wait", 2*time.Second, "how long to wait for the leader")
 	return cmd
+}
+
+// leaderStatistics joins the leader of a root for a moment.
+func leaderStatistics(path string, wait time.Duration) ([]byte, error) {
+	cache, err := open(map[string]any{"disk_path": path, "role": "member", "allow_network_fs": true})
+	if err != nil {
+		return nil, err
+	}
+	defer cache.Close(time.Second)
+	if !attached(cache, wait) {
+		return nil, fmt.Errorf("no leader of %s answered within %s: is an engine or `kvtier serve` running on it?", path, wait)
+	}
+	return cache.Stats()
 }
 
 func attached(cache *kvtier.Cache, wait time.Duration) bool {

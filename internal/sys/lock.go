@@ -59,6 +59,16 @@ func (l *LockFile) Holder() int {
 	return max(int(lk.Pid), 0)
 }
 
+// Held reports whether another process has the lock, also one that cannot be seen
+// from this pid namespace.
+func (l *LockFile) Held() (bool, error) {
+	lk := unix.Flock_t{Type: unix.F_WRLCK}
+	if err := retryErr(func() error { return unix.FcntlFlock(l.f.Fd(), unix.F_GETLK, &lk) }); err != nil {
+		return false, fmt.Errorf("look at the lock of %s: %w", l.f.Name(), err)
+	}
+	return lk.Type != unix.F_UNLCK, nil
+}
+
 // ReadText gives the first bytes of the file.
 func (l *LockFile) ReadText() string {
 	b := make([]byte, 1024)
