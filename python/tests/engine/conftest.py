@@ -3,70 +3,20 @@ one story with few engines, and its tests look at what the story brought."""
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
-PYTHON = HERE.parents[1]
 for path in (HERE.parents[2] / "examples" / "demo", HERE.parent / "vllm", HERE):
     sys.path.insert(0, str(path))
 
 pytest.importorskip("vllm")
 
-import models  # noqa: E402
-from life import Life  # noqa: E402
-
-CHUNK = 256
-
-
-def prompts(seed: int, chunks: int, suffix: int = 50) -> tuple[list[int], list[int]]:
-    """Two prompts that share exactly `chunks` chunks and then differ at once."""
-    rng = random.Random(seed)
-
-    def words(n: int) -> list[int]:
-        return [rng.randrange(3, 1000) for _ in range(n)]
-
-    prefix = words(chunks * CHUNK)
-    return prefix + [1001] + words(suffix), prefix + [1002] + words(suffix)
-
-
-class Stage:
-    """A model, a cache directory and the engines that live on them one by one."""
-
-    def __init__(self, directory: Path, model: str):
-        self.model = models.write(directory, model, weights=True)
-        self.root = directory / "cache"
-        self._logs = directory
-
-    def live(self, *, one_process: bool = False, **kvtier: object) -> Life:
-        settings = {"disk_path": str(self.root), "dram_gib": 0.25, "disk_gib": 1} | kvtier
-        environment = {"PYTHONPATH": f"{PYTHON}:{HERE}"}
-        if one_process:
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        log = self._logs / "engine.log"
-        return Life(self.model, settings, log, {"max_model_len": 4096}, environment)
-
-    def chunk_files(self) -> list[Path]:
-        return sorted(self.root.glob("*@*/??/*.kvc"))
+from stage import Stage  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Stage:
     return Stage(tmp_path_factory.mktemp("engine"), request.module.MODEL)
-
-
-def wait_until(condition, what: str, timeout_s: float = 60.0) -> None:
-    import time
-
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end:
-            pytest.fail(f"{what} did not happen within {timeout_s:.0f} s")
-        time.sleep(0.05)
-
-
-def outputs(answer: dict) -> tuple:
-    return answer["tokens"], answer["logprobs"]

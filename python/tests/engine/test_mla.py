@@ -4,7 +4,7 @@ prefill and decode, so outputs are no reference; the bytes of the pages are."""
 from __future__ import annotations
 
 import pytest
-from conftest import CHUNK, prompts, wait_until
+from stage import CHUNK, prompts, wait_until
 
 MODEL = "deepseek"
 CHUNKS = 4

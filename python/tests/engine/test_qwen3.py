@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import CHUNK, outputs, prompts, wait_until
+from stage import CHUNK, outputs, prompts, wait_until
 
 MODEL = "qwen3"
 CHUNKS = 5

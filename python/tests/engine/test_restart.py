@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import CHUNK, outputs, prompts, wait_until
+from stage import CHUNK, outputs, prompts, wait_until
 
 MODEL = "llama"
 
