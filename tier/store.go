@@ -409,6 +409,10 @@ func (s *Store) Namespace(ns *chunk.Namespace) (*Disk, error) {
 		}
 	}
 	rebuilt, err := checkSidecar(s.fs, n.path, canonical)
+	if err == nil && s.o.Durable {
+		// Subdirectories of a run that was not durable: later chunks there have to be.
+		err = syncDir(s.fs, n.path)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("namespace %s: %w", n.name, err)
 	}
@@ -456,6 +460,8 @@ func (s *Store) Close(timeout time.Duration) error {
 	s.lanes.drain(deadline)
 	s.mu.Lock()
 	s.ending = true
+	s.removals = append(s.removals, s.failed...) // one more try: what was removed must not come back
+	s.failed = nil
 	s.changed.Broadcast()
 	s.mu.Unlock()
 	close(s.stopTick)

@@ -252,8 +252,14 @@ func (d *Disk) makeDirs(k chunk.Key) error {
 	stripe.Lock()
 	defer stripe.Unlock()
 	for _, dir := range []string{d.dir.path, d.dir.subPath(k)} {
-		if err := s.fs.Mkdir(dir); err != nil && !exists(err) {
+		err := s.fs.Mkdir(dir)
+		if err != nil && !exists(err) {
 			return err
+		}
+		if err == nil && s.o.Durable && dir != d.dir.path { // the other one's name: with the sidecar
+			if err := syncDir(s.fs, d.dir.path); err != nil {
+				return err
+			}
 		}
 		if dir == d.dir.path {
 			d.remaking.Lock()
