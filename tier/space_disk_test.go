@@ -4,6 +4,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -18,8 +19,9 @@ import (
 // write it, has to pass.
 type gateFS struct {
 	LocalFilesystem
-	mu   sync.Mutex
-	gate chan struct{}
+	mu      sync.Mutex
+	gate    chan struct{}
+	waiting atomic.Int32
 }
 
 func (f *gateFS) Open(path string, flags sys.OpenFlag) (OpenFile, error) {
@@ -28,7 +30,9 @@ func (f *gateFS) Open(path string, flags sys.OpenFlag) (OpenFile, error) {
 		gate := f.gate
 		f.mu.Unlock()
 		if gate != nil {
+			f.waiting.Add(1)
 			<-gate
+			f.waiting.Add(-1)
 		}
 	}
 	return f.LocalFilesystem.Open(path, flags)
@@ -250,6 +254,7 @@ func TestFillGivenUpDrainsUntilTheReadReturns(t *testing.T) {
 			open := d.fs.shut()
 			defer open()
 			r := d.fill(1, 0)
+			d.until("the read is under way", func() bool { return d.fs.waiting.Load() == 1 })
 			d.do(func() {
 				if how == "remove" {
 					d.space.Remove(rigKey(1))
