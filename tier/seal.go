@@ -106,10 +106,9 @@ func (s *Space) sealed(r Ref, hash [16]byte, done bool) {
 	s.stats.Sealed++
 	s.settle(r, nil)
 	// Settled may have removed it.
-	if sl.generation == r.Generation && sl.state == Ready && !s.offer(r.Slot) {
-		s.postpone(r)
+	if sl.generation == r.Generation && sl.state == Ready {
+		s.enqueue(r)
 	}
-	s.offerBacklog()
 }
 
 // offer queues a dirty chunk for disk and says whether there is nothing left to do for
@@ -139,24 +138,27 @@ func (s *Space) offer(i uint32) bool {
 	return true
 }
 
-// postpone remembers a chunk that the disk tier did not take: its queue is bounded, and
-// a burst of stores is faster than a disk. Until it is offered again it may be evicted
-// like any other dirty chunk.
-func (s *Space) postpone(r Ref) {
-	s.stats.WritesPostponed++
+// enqueue offers a chunk to the disk tier behind those that wait already. Its queue is
+// bounded, and a burst of stores is faster than a disk: what is not taken is offered
+// again when a write ends. Until then it may be evicted like any other dirty chunk.
+func (s *Space) enqueue(r Ref) {
 	if len(s.backlog) >= len(s.slots) {
 		s.backlog = slices.DeleteFunc(s.backlog, func(r Ref) bool { return !s.unwritten(r) })
 	}
 	s.backlog = append(s.backlog, r)
+	s.offerBacklog()
+	if len(s.backlog) > 0 {
+		s.stats.WritesPostponed++
+	}
 }
 
-// unwritten says whether a postponed chunk still is in DRAM only.
+// unwritten says whether a waiting chunk still is in DRAM only.
 func (s *Space) unwritten(r Ref) bool {
 	sl := &s.slots[r.Slot]
 	return sl.generation == r.Generation && sl.state == Ready && sl.durability == dirty && sl.users&writer == 0
 }
 
-// offerBacklog offers postponed chunks, oldest first, until one is not taken.
+// offerBacklog offers waiting chunks, oldest first, until one is not taken.
 func (s *Space) offerBacklog() {
 	for len(s.backlog) > 0 {
 		if r := s.backlog[0]; s.unwritten(r) && !s.offer(r.Slot) {
