@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 from . import errors
 from ._lib import Library
@@ -33,6 +35,21 @@ class Handle:
     def end(self) -> bool:
         """Takes the duty to close: True for the first caller only."""
         return self._finalizer.detach() is not None
+
+
+class Closing:
+    """A context manager whose end is ``close()``."""
+
+    def close(self) -> object:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def _close(pid: int, value: int, close: Callable[[int], None]) -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import json
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _arrays, _lib, errors
-from ._handle import Handle
+from ._handle import Closing, Handle
 
 if TYPE_CHECKING:
     from .cache import Cache
 
 
-class Blob:
+class Blob(Closing):
     """Chunks of one model and size; made by :meth:`kvtier.Cache.blob`."""
 
     def __init__(
@@ -88,14 +87,6 @@ class Blob:
     def close(self) -> None:
         if self._handle.end():
             _close(self._lib, self._handle.value)
-
-    def __enter__(self) -> Blob:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _close(library: _lib.Library, handle: int) -> None:

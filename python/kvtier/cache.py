@@ -7,11 +7,10 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _lib, errors
-from ._handle import Handle
+from ._handle import Closing, Handle
 
 if TYPE_CHECKING:
     from .blob import Blob
@@ -52,7 +51,7 @@ class LoadEvent:
     bytes: int
 
 
-class Cache:
+class Cache(Closing):
     """An open cache; made by :meth:`open`. May be used from any thread. Closing it
     ends what was opened on it."""
 
@@ -88,14 +87,6 @@ class Cache:
                 code = self._lib.close(self._handle.value, _lib.milliseconds(rest))
                 written = written and code == errors.OK
         return written
-
-    def __enter__(self) -> Cache:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def state(self) -> tuple[str, str]:
         """``opening``, ``leader``, ``member`` or ``closed``, and a line for people."""

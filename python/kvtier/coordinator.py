@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _arrays, _lib, errors
-from ._handle import Handle
+from ._handle import Closing, Handle
 
 if TYPE_CHECKING:
     from .cache import Cache
@@ -83,7 +82,7 @@ def wait_accepted(library: _lib.Library, call: Callable[[int, Any], int], timeou
     )  # fmt: skip
 
 
-class Coordinator:
+class Coordinator(Closing):
     """Plans for a group of ranks; made by :meth:`kvtier.Cache.coordinate`. May be
     used from any thread."""
 
@@ -205,14 +204,6 @@ class Coordinator:
     def close(self) -> None:
         if self._handle.end():
             _close(self._lib, self._handle.value)
-
-    def __enter__(self) -> Coordinator:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _close(library: _lib.Library, handle: int) -> None:

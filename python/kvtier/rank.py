@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import json
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _arrays, _lib, errors
-from ._handle import Handle
+from ._handle import Closing, Handle
 from .cache import token_bytes
 from .coordinator import Accepted, wait_accepted
 
@@ -38,7 +37,7 @@ class Region:
     token_stride: int  # 0 when opaque
 
 
-class Rank:
+class Rank(Closing):
     """One rank of a group; made by :meth:`kvtier.Cache.register`. May be used from
     any thread."""
 
@@ -119,14 +118,6 @@ class Rank:
         if code != errors.E_HANDLE:  # a closed cache has ended it already
             self._lib.check(code)
         self._handle.end()
-
-    def __enter__(self) -> Rank:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _close(library: _lib.Library, handle: int, timeout_s: float) -> None:
