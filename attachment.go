@@ -265,7 +265,14 @@ func (a *attachment) remove(keys []chunkKey) int {
 func (a *attachment) gone() {
 	a.l.lock()
 	defer a.l.unlock()
-	a.leave()
+	a.leave(false)
+}
+
+// goodbye is gone for a member that has said so: it was closed in good order.
+func (a *attachment) goodbye() {
+	a.l.lock()
+	defer a.l.unlock()
+	a.leave(true)
 }
 
 // dead says that nothing of the member can touch a slot any more: its process has
@@ -273,7 +280,7 @@ func (a *attachment) gone() {
 func (a *attachment) dead() {
 	a.l.lock()
 	defer a.l.unlock()
-	a.leave()
+	a.leave(false)
 	if a.isDead {
 		return
 	}
@@ -297,8 +304,8 @@ func (a *attachment) dead() {
 	}
 }
 
-// leave is gone, under mu.
-func (a *attachment) leave() {
+// leave is gone, or goodbye, under mu.
+func (a *attachment) leave(goodbye bool) {
 	if a.isGone {
 		return
 	}
@@ -311,7 +318,7 @@ func (a *attachment) leave() {
 	if g == nil {
 		return
 	}
-	g.forget(a)
+	g.forget(a, goodbye)
 	if a.rank >= 0 {
 		for _, o := range g.stores {
 			o.memberGone(a)

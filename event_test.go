@@ -81,14 +81,22 @@ func TestRecordsAreBoundedAndKeepTheNewest(t *testing.T) {
 	got := r.take(1 << 20)
 	require.Len(t, got, maxRecords)
 	require.Equal(t, "10", got[0].Text)
+	require.EqualValues(t, 10, got[0].Dropped, "the gap is told where it is")
+	for _, rec := range got[1:] {
+		require.Zero(t, rec.Dropped)
+	}
+	r.add(Record{Text: "after"})
+	require.Zero(t, r.take(1)[0].Dropped, "and only once")
 
 	for range 200 {
 		r.add(Record{Text: strings.Repeat("x", 10_000)})
 	}
-	bytes := 0
+	bytes, told := 0, r.lost()-10
 	for _, rec := range r.take(1 << 20) {
 		bytes += len(rec.Text)
+		told -= uint64(rec.Dropped)
 	}
+	require.Zero(t, told, "all that were lost are told")
 	require.LessOrEqual(t, bytes, maxRecordBytes)
 	require.Zero(t, r.bytes)
 }

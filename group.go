@@ -201,8 +201,9 @@ func (g *group) acceptance(a *attachment) *accepted {
 	return &accepted{accept: acc, space: sp.Space}
 }
 
-// forget is told that a is gone.
-func (g *group) forget(a *attachment) {
+// forget is told that a is gone, and whether it took its leave. An engine ends its
+// workers before its scheduler, so that is no trouble and not worth a warning.
+func (g *group) forget(a *attachment, goodbye bool) {
 	kept := g.waiting[:0]
 	for _, w := range g.waiting {
 		if w.a == a {
@@ -218,7 +219,11 @@ func (g *group) forget(a *attachment) {
 	if g.space == nil && !g.deciding {
 		g.declared[a.rank] = nil
 	}
-	if g.whole() && !g.l.closed {
+	switch {
+	case !g.whole() || g.l.closed:
+	case goodbye:
+		g.l.log.Info("a rank has left, its group is declined everything until it is back", "group", g.id, "rank", a.rank)
+	default:
 		g.l.log.Warn("group lost a rank and is declined everything until it is back", "group", g.id, "rank", a.rank)
 	}
 	g.missing |= 1 << a.rank

@@ -101,7 +101,7 @@ func (d *directLink) close() {
 	if was {
 		return
 	}
-	d.a.gone()
+	d.a.goodbye()
 	d.a.dead()
 	d.calls.end()
 }

@@ -22,6 +22,9 @@ type Record struct {
 	Level  slog.Level
 	TimeNS int64 // Unix ns
 	Text   string
+	// Dropped counts the records between the one before and this one that the host
+	// did not take in time.
+	Dropped uint32
 }
 
 // recordRing keeps the newest records until the host takes them. Handing them to
@@ -41,12 +44,15 @@ func (r *recordRing) add(rec Record) {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	var lost uint32 // since the record that the host took last
 	for len(r.waiting) > 0 && (len(r.waiting) >= maxRecords || r.bytes+len(rec.Text) > maxRecordBytes) {
+		lost += r.waiting[0].Dropped + 1
 		r.bytes -= len(r.waiting[0].Text)
 		r.waiting = r.waiting[1:]
 		r.dropped++
 	}
 	r.waiting = append(r.waiting, rec)
+	r.waiting[0].Dropped += lost
 	r.bytes += len(rec.Text)
 	r.bell.set(bellRecords, true)
 }

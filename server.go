@@ -152,8 +152,10 @@ func (p *peer) run() {
 	p.a, p.rank = a, hello.Rank >= 0
 	death, watch := p.conn.WatchDeath()
 	goodbye := p.serve(hello, welcome, death)
-	a.gone()
-	if !goodbye {
+	if goodbye {
+		a.goodbye()
+	} else {
+		a.gone()
 		p.awaitDeath(death, watch)
 	}
 	a.dead()

@@ -233,7 +233,7 @@ func go_kvt_log_poll(h C.kvt_cache, records *C.kvt_record, capacity C.size_t, n 
 	for i, rec := range taken {
 		room[i].time_ns = C.int64_t(rec.TimeNS)
 		room[i].level = levelOf(rec.Level)
-		room[i].dropped = 0
+		room[i].dropped = C.uint32_t(rec.Dropped)
 		putText(&room[i].text[0], C.size_t(len(room[i].text)), rec.Text)
 	}
 	*n = C.size_t(len(taken))
