@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import models
 import numpy as np
@@ -67,8 +68,8 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def prefix_hashes(tokens: list[int]) -> np.ndarray:
-    out, v = [], 7
+def prefix_hashes(tokens: list[int], start: int = 7) -> np.ndarray:
+    out, v = [], start
     for t in tokens:
         v = mix(v ^ (t * 0x1000193 & M64))
         out.append(v)
@@ -88,24 +89,27 @@ _configs: dict[tuple, VllmConfig] = {}
 _home = tempfile.TemporaryDirectory(prefix="kvtier-test-")
 
 
-def _model(recognisable: bool) -> Path:
-    path = models.write(Path(_home.name) / ("w" if recognisable else "n"), "deepseek")
+def _model(recognisable: bool, max_len: int) -> Path:
+    path = models.write(Path(_home.name) / f"{'w' if recognisable else 'n'}{max_len}", "deepseek")
+    if max_len != MAX_LEN:
+        content = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(content | {"max_position_embeddings": max_len}))
     if recognisable:
         header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
         (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\1\2\3\4")
     return path
 
 
-def _config(block: int, recognisable: bool) -> VllmConfig:
+def _config(block: int, recognisable: bool, max_len: int) -> VllmConfig:
     """Built once per shape: it takes seconds. Fields that tests vary are set anew."""
-    key = (block, recognisable)
+    key = (block, recognisable, max_len)
     if key not in _configs:
         cfg = VllmConfig(
             model_config=ModelConfig(
-                model=str(_model(recognisable)),
+                model=str(_model(recognisable, max_len)),
                 skip_tokenizer_init=True,
                 dtype="bfloat16",
-                max_model_len=MAX_LEN,
+                max_model_len=max_len,
                 enforce_eager=True,
             ),
             parallel_config=ParallelConfig(),
@@ -113,7 +117,7 @@ def _config(block: int, recognisable: bool) -> VllmConfig:
             scheduler_config=SchedulerConfig(
                 max_num_seqs=16,
                 max_num_batched_tokens=8192,
-                max_model_len=MAX_LEN,
+                max_model_len=max_len,
                 is_encoder_decoder=False,
                 enable_chunked_prefill=True,
             ),
@@ -131,15 +135,21 @@ def _config(block: int, recognisable: bool) -> VllmConfig:
 
 
 class Sequence:
-    """What a request should be: its tokens, with those the model will sample."""
+    """What a request should be: its tokens, with those the model will sample.
 
-    def __init__(self, request_id: str, prompt: list[int], max_new: int) -> None:
+    ``world`` stands for all that its KV depends on besides the tokens (an image, an
+    adapter): no two worlds have a byte of KV in common. ``luck`` tells apart the
+    sampling of requests with the same prompt."""
+
+    def __init__(
+        self, request_id: str, prompt: list[int], max_new: int, world: int = 0, luck: int = 0
+    ) -> None:
         self.id = request_id
         self.prompt_len, self.max_new = len(prompt), max_new
         tokens = list(prompt)
-        v = prefix_hashes(tokens).tolist()
+        v = prefix_hashes(tokens, mix(world) if world else 7).tolist()
         for _ in range(max_new + 8):
-            t = next_token(v[-1])
+            t = next_token(mix(v[-1] ^ luck) if luck else v[-1])
             tokens.append(t)
             v.append(mix(v[-1] ^ (t * 0x1000193 & M64)))
         self.tokens, self.hashes = tokens, np.array(v, np.uint64)
@@ -151,7 +161,8 @@ class Engine:
     """One scheduler and one rank.
 
     ``extra`` is the kv_connector_extra_config. The cache is the leader of a root
-    of its own unless ``extra`` names one."""
+    of its own unless ``extra`` names one. ``before`` and ``beside`` are further
+    connectors of a MultiConnector, asked before this one and after it."""
 
     _number = 0
 
@@ -171,6 +182,9 @@ class Engine:
         home: Path | None = None,
         multi: bool = False,
         measured: bool = False,
+        max_len: int = MAX_LEN,
+        beside: tuple[dict, ...] = (),
+        before: tuple[dict, ...] = (),
     ) -> None:
         Engine._number += 1
         self.block, self.chunk, self.blocks, self.slots = block, chunk, blocks, slots
@@ -188,17 +202,20 @@ class Engine:
             "runtime_dir": str(self._home),
             "dram_gib": slots * slot_bytes(chunk) / (1 << 30),
         } | (extra or {})
-        cfg = self.config = _config(block, recognisable)
+        cfg = self.config = _config(block, recognisable, max_len)
         s = cfg.scheduler_config
         s.max_num_seqs, s.max_num_batched_tokens = sequences, batched_tokens
         s.max_num_scheduled_tokens = batched_tokens
         s.enable_chunked_prefill, s.async_scheduling, s.policy = True, async_scheduling, policy
         transfer = cfg.kv_transfer_config
         ours = {"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.vllm"}
+        multi = multi or bool(before or beside)
+        # MultiConnector wants it while a child cannot tell groups apart.
+        s.disable_hybrid_kv_cache_manager = bool(before or beside)
         if multi:
             ours |= {"kv_role": "kv_both", "kv_connector_extra_config": self.extra}
             transfer.kv_connector, transfer.kv_connector_module_path = "MultiConnector", None
-            transfer.kv_connector_extra_config = {"connectors": [ours]}
+            transfer.kv_connector_extra_config = {"connectors": [*before, ours, *beside]}
         else:
             transfer.kv_connector = ours["kv_connector"]
             transfer.kv_connector_module_path = ours["kv_connector_module_path"]
@@ -222,6 +239,10 @@ class Engine:
             t.view(torch.uint8).reshape(blocks, block, TOKEN_BYTES).numpy().view(np.uint64)[:, :, 0]
             for t in self.caches.values()
         ]
+        self.forward_context = SimpleNamespace(
+            attn_metadata=dict.fromkeys(self.caches),
+            no_compile_layers={n: SimpleNamespace(kv_cache=c) for n, c in self.caches.items()},
+        )
         # As in an engine: workers first, then the scheduler, then the handshake.
         self.worker = KVConnectorFactory.create_connector(cfg, KVConnectorRole.WORKER, kv)
         self.worker.register_kv_caches(self.caches)
@@ -273,12 +294,20 @@ class Engine:
 
     # ---- requests
 
-    def add(self, prompt: list[int], max_new: int = 4, request_id: str | None = None, **kw) -> Sequence:
-        q = Sequence(request_id or f"r{len(self.sequences)}", prompt, max_new)
+    def add(
+        self,
+        prompt: list[int],
+        max_new: int = 4,
+        request_id: str | None = None,
+        world: int = 0,
+        luck: int = 0,
+        **kw,
+    ) -> Sequence:
+        q = Sequence(request_id or f"r{len(self.sequences)}", prompt, max_new, world, luck)
         params = kw.pop("sampling", {})
         q.request = Request(
             request_id=q.id,
-            prompt_token_ids=list(prompt),
+            prompt_token_ids=kw.pop("prompt_token_ids", list(prompt)),
             sampling_params=SamplingParams(max_tokens=max_new, ignore_eos=True, **params),
             pooling_params=None,
             block_hasher=self._hasher,
@@ -310,10 +339,15 @@ class Engine:
         return output, todo
 
     def execute(self, output, todo) -> ModelRunnerOutput:
-        sampled = self._forward(todo)
         self.worker.handle_preemptions(output.kv_connector_metadata)
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
-        self.worker.start_load_kv(None)
+        if output.has_sync_kv_loads:  # of another connector; ours are asynchronous
+            self.worker.start_load_kv(self.forward_context)
+        sampled = self._forward(todo)
+        for name, cache in self.caches.items():
+            self.worker.save_kv_layer(name, cache, None)
+        if not output.has_sync_kv_loads:
+            self.worker.start_load_kv(self.forward_context)
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(output.finished_req_ids)
         kv = KVConnectorOutput(
@@ -414,7 +448,8 @@ class Engine:
 
 def _ours(connector) -> KVTierConnector:
     """The connector, or the one inside a MultiConnector."""
-    return getattr(connector, "_connectors", [connector])[0]
+    each = getattr(connector, "_connectors", [connector])
+    return next(c for c in each if isinstance(c, KVTierConnector))
 
 
 def library_leftovers(stats: dict) -> dict:
