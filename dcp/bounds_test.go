@@ -47,6 +47,8 @@ func TestWhatDoesNotFitIsRefused(t *testing.T) {
 		"rows of 3 tokens":     {func(b *bench) { b.e.cols[0].TokensPerRow = 3 }, ErrGeometry},
 		"rows of no tokens":    {func(b *bench) { b.e.cols[0].TokensPerRow = 0 }, ErrGeometry},
 		"opaque, I below B":    {func(b *bench) { b.e.cols[0].TokensPerRow = 4 }, ErrGeometry},
+		"opaque, all rows":     {func(b *bench) { b.e.cols[0].TokensPerRow = 4; b.g.I = 4; b.e.cols[0].AllRows = true }, ErrGeometry},
+		"pages of too few":     {func(b *bench) { b.e.cols[0].AllRows = true }, ErrRegion},
 		"opaque, page cut":     {func(b *bench) { b.e.cols[0].TokensPerRow = 4; b.g.I = 4; b.g.C = 10 }, ErrGeometry},
 		"slot a byte short":    {func(b *bench) { b.slot = b.slot[:len(b.slot)-14] }, ErrSlot},
 		"no slot":              {func(b *bench) { b.slot = b.slot[:0] }, ErrSlot},
@@ -117,7 +119,7 @@ func TestClipMayNotCutAnOpaquePage(t *testing.T) {
 // A rank that has nothing of a chunk needs no blocks for it.
 func TestRankWithoutRowsNeedsNoTable(t *testing.T) {
 	g := Geometry{D: 4, I: 8, B: 8, C: 8, Rank: 2}
-	groups := smallGroups(g.C)
+	groups := smallGroups(g.C)[:3] // of the others it has all rows
 	e := newEngine(g, groups, 32, rand.New(rand.NewPCG(1, 1)))
 	slot := make([]byte, slotBytes(groups, g.C))
 	require.Equal(t, uint64(1), g.Parts(0))

@@ -70,7 +70,7 @@ func transfer(slot []byte, g Geometry, cols []Columns, ordinal int, clip Span, b
 		if c.Skip && toSlot {
 			continue
 		}
-		r, err := newRun(g, c, start, lo, hi)
+		r, err := newRun(g, c, start, lo, hi, toSlot)
 		if err == nil {
 			err = r.check(c, blocks, firstBlock)
 		}
@@ -97,11 +97,21 @@ type run struct {
 	stripe    int // tokens of a stripe
 	jump      int // from the last row of a stripe to the first of this rank's next one
 	block     int // tokens of a block
+
+	// span is 0, or how many tokens a page has that holds all rows: the tokens of the
+	// run then lie in it as far apart as in the slot. start is the first token of the
+	// chunk.
+	span, start int
 }
 
 // newRun finds the tokens of [lo, hi), which lies inside the chunk that begins at
 // start. All divisions are here.
-func newRun(g Geometry, c *Columns, start, lo, hi int) (run, error) {
+func newRun(g Geometry, c *Columns, start, lo, hi int, toSlot bool) (run, error) {
+	allRows := c.AllRows && g.D > 1
+	virtual := g.VirtualBlock()
+	if allRows && !toSlot {
+		g = Geometry{D: 1, I: virtual, B: virtual, C: g.C}
+	}
 	if c.opaque(g) {
 		if lo%g.B != 0 || hi%g.B != 0 {
 			return run{}, fmt.Errorf("%w: tokens %d to %d cut an opaque page of %d tokens", ErrClip, lo, hi, g.B)
@@ -116,6 +126,9 @@ func newRun(g Geometry, c *Columns, start, lo, hi int) (run, error) {
 	if r.from < r.end {
 		r.row = g.Global(r.from/g.B, g.Rank, r.from%g.B) - start
 		r.inStripe = r.from % g.I
+		if allRows && toSlot {
+			r.span, r.start = virtual, start
+		}
 	}
 	return r, nil
 }
@@ -148,12 +161,12 @@ type mover struct {
 	toSlot bool
 }
 
-// tile is some consecutive tokens of one block and the rows they have in the chunk.
+// tile is some consecutive tokens of one rank in one block: the rows they have in the
+// chunk and their places in the block.
 type tile struct {
-	rows [tileMax]int
-	n    int
-	id   int64 // of the block
-	at   int64 // first token in the block
+	rows, places [tileMax]int
+	n            int
+	id           int64 // of the block
 }
 
 // columns copies one run, tile by tile. It tells false when it was stopped.
@@ -167,9 +180,12 @@ func (m *mover) columns(c *Columns, r run, blocks []uint32, firstBlock int) bool
 	var t tile
 	for left := r.end - r.from; left > 0; left -= t.n {
 		t.n = min(limit, left, r.block-at)
-		t.id, t.at = int64(blocks[vb-firstBlock]), int64(at)
+		t.id = int64(blocks[vb-firstBlock])
 		for i := range t.n {
-			t.rows[i] = row
+			t.rows[i], t.places[i] = row, at+i
+			if r.span > 0 {
+				t.places[i] = r.start + row - vb*r.span
+			}
 			row++
 			if inStripe++; inStripe == r.stripe {
 				inStripe = 0
@@ -203,11 +219,11 @@ func (c *Columns) tile() int {
 
 // region copies what one region has of a tile.
 func (m *mover) region(c *Columns, r *Region, t *tile) bool {
-	page := unsafe.Add(r.Base, t.id*r.BlockStride+t.at*r.TokenStride)
+	page := unsafe.Add(r.Base, t.id*r.BlockStride)
 	slot := unsafe.Add(m.slot, c.Offset+r.RowOffset)
 	if t.n*r.Bytes > pieceBytes {
 		for i := range t.n {
-			if !m.pieces(unsafe.Add(page, int64(i)*r.TokenStride), unsafe.Add(slot, t.rows[i]*c.RowStride), r.Bytes) {
+			if !m.pieces(unsafe.Add(page, int64(t.places[i])*r.TokenStride), unsafe.Add(slot, t.rows[i]*c.RowStride), r.Bytes) {
 				return false
 			}
 		}
@@ -222,11 +238,11 @@ func (m *mover) region(c *Columns, r *Region, t *tile) bool {
 	}
 	if m.toSlot {
 		for i := range t.n {
-			move(unsafe.Add(slot, t.rows[i]*c.RowStride), unsafe.Add(page, int64(i)*r.TokenStride), r.Bytes)
+			move(unsafe.Add(slot, t.rows[i]*c.RowStride), unsafe.Add(page, int64(t.places[i])*r.TokenStride), r.Bytes)
 		}
 	} else {
 		for i := range t.n {
-			move(unsafe.Add(page, int64(i)*r.TokenStride), unsafe.Add(slot, t.rows[i]*c.RowStride), r.Bytes)
+			move(unsafe.Add(page, int64(t.places[i])*r.TokenStride), unsafe.Add(slot, t.rows[i]*c.RowStride), r.Bytes)
 		}
 	}
 	return true
@@ -240,7 +256,7 @@ func (m *mover) merged(page, slot unsafe.Pointer, width int, t *tile) {
 		for i+n < t.n && t.rows[i+n] == t.rows[i]+n {
 			n++
 		}
-		p, s := unsafe.Add(page, i*width), unsafe.Add(slot, t.rows[i]*width)
+		p, s := unsafe.Add(page, t.places[i]*width), unsafe.Add(slot, t.rows[i]*width)
 		if m.toSlot {
 			move(s, p, n*width)
 		} else {

@@ -26,6 +26,8 @@ import (
 //   - place in the block, or in the stripe, not carried on from the first token
 //   - merged copies for rows that are padded
 //   - Skip ignored by Gather, or honoured by Scatter
+//   - AllRows ignored; Gather of all rows instead of the rank's own; Scatter of the
+//     rank's own rows instead of all; places in the page counted by the rank's tokens
 
 const (
 	slotFill = 0xEE
@@ -44,6 +46,7 @@ type shape struct {
 type group struct {
 	offset, rowStride, tokensPerRow int
 	shapes                          []shape
+	allRows                         bool
 }
 
 func (gr *group) rows(c int) int { return c / gr.tokensPerRow }
@@ -75,10 +78,13 @@ func newEngine(g Geometry, groups []group, tokens int, rng *rand.Rand) *engine {
 		e.table = append(e.table, uint32(id))
 	}
 	for _, gr := range groups {
-		c := Columns{Offset: gr.offset, RowStride: gr.rowStride, TokensPerRow: gr.tokensPerRow}
+		c := Columns{Offset: gr.offset, RowStride: gr.rowStride, TokensPerRow: gr.tokensPerRow, AllRows: gr.allRows}
 		var pages [][]byte
 		for _, s := range gr.shapes {
 			perBlock := g.B / gr.tokensPerRow
+			if gr.allRows {
+				perBlock = g.B * g.D
+			}
 			r := Region{Blocks: e.blocks, Bytes: s.bytes, RowOffset: s.rowOffset}
 			step := int64(s.bytes + s.gap)
 			if s.blockMajor {
@@ -103,12 +109,16 @@ func newEngine(g Geometry, groups []group, tokens int, rng *rand.Rand) *engine {
 // place is the index in a region's memory of a token, if this rank has it.
 func (e *engine) place(gi, ri, token int) (int, bool) {
 	vb, rank, local := where(e.g.D, e.g.I, e.g.B, token)
-	if rank != e.g.Rank {
-		return 0, false
-	}
 	r := e.cols[gi].Regions[ri]
 	at := int(e.table[vb]) * int(r.BlockStride)
-	if e.groups[gi].tokensPerRow == 1 && e.g.B > 1 {
+	switch {
+	case e.groups[gi].allRows:
+		if tokens := e.g.B * e.g.D; tokens > 1 {
+			at += token % tokens * int(r.TokenStride)
+		}
+	case rank != e.g.Rank:
+		return 0, false
+	case e.groups[gi].tokensPerRow == 1 && e.g.B > 1:
 		at += local * int(r.TokenStride)
 	}
 	return at, true
@@ -191,7 +201,12 @@ func store(t require.TestingT, g Geometry, groups []group, ordinal int, rng *ran
 		before := clonePages(e.pages)
 		blocks, first := e.tableFor(start, end)
 		require.NoError(t, Gather(slot, g, e.cols, ordinal, blocks, first, nil))
-		e.each(start, start, end, func(gi, ri, token, b, _, at int) { want[at] = value(gi, ri, token, b) })
+		e.each(start, start, end, func(gi, ri, token, b, _, at int) {
+			// Of rows that every rank has, each writes those that are its own.
+			if _, owner, _ := where(g.D, g.I, g.B, token); owner == rank {
+				want[at] = value(gi, ri, token, b)
+			}
+		})
 		if !bytes.Equal(want, slot) {
 			require.Equal(t, want, slot, "%+v ordinal %d", g, ordinal)
 		}
@@ -231,13 +246,17 @@ func loadRank(t require.TestingT, slot []byte, e *engine, ordinal int, clip Span
 }
 
 // smallGroups have a padded row, a row that is one region without a gap (merged
-// copies), and a row of one region whose pages have gaps.
+// copies), a row of one region whose pages have gaps, and the same two of pages that
+// hold all rows.
 func smallGroups(c int) []group {
 	a := group{offset: 3, rowStride: 8, tokensPerRow: 1, shapes: []shape{
 		{bytes: 3, rowOffset: 0}, {bytes: 2, rowOffset: 3, blockMajor: true, gap: 1}, {bytes: 1, rowOffset: 6}}}
 	b := group{offset: a.offset + c*a.rowStride, rowStride: 2, tokensPerRow: 1, shapes: []shape{{bytes: 2}}}
 	d := group{offset: b.offset + c*b.rowStride, rowStride: 2, tokensPerRow: 1, shapes: []shape{{bytes: 2, gap: 1}}}
-	return []group{a, b, d}
+	e := group{offset: d.offset + c*d.rowStride, rowStride: 6, tokensPerRow: 1, allRows: true, shapes: []shape{
+		{bytes: 4, rowOffset: 0}, {bytes: 1, rowOffset: 5, gap: 2}}}
+	f := group{offset: e.offset + c*e.rowStride, rowStride: 2, tokensPerRow: 1, allRows: true, shapes: []shape{{bytes: 2}}}
+	return []group{a, b, d, e, f}
 }
 
 func TestGatherAgainstTheFormula(t *testing.T) {
@@ -336,7 +355,7 @@ func TestAnyTopologyToAnyOther(t *testing.T) {
 		var groups []group
 		offset := 0
 		for gi := range rapid.IntRange(1, 2).Draw(t, "groups") {
-			gr := group{offset: offset, tokensPerRow: 1}
+			gr := group{offset: offset, tokensPerRow: 1, allRows: rapid.Bool().Draw(t, "all rows")}
 			width := 0
 			for ri := range rapid.IntRange(1, 6).Draw(t, "regions") {
 				w := rapid.SampledFrom([]int{1, 4, 16, 64, 132, 432, 656}).Draw(t, fmt.Sprintf("width %d.%d", gi, ri))

@@ -30,6 +30,12 @@ type Columns struct {
 	TokensPerRow int // 1, or B for opaque pages
 	Regions      []Region
 	Skip         bool // replicated data that another rank writes: Gather leaves it out
+
+	// AllRows: these regions are not spread over the ranks. Every rank has every
+	// token, a page holds all B*D tokens of its block id in order. Scatter brings all
+	// rows to every rank; Gather takes from each rank only the rows that the geometry
+	// gives to it, so that every row has one writer. Not for opaque pages.
+	AllRows bool
 }
 
 // opaque tells that a page is one row: nothing inside it can be addressed.
@@ -58,6 +64,8 @@ func (c *Columns) fits(g Geometry, slotBytes int) error {
 		return fmt.Errorf("%w: rows of %d tokens, must be 1 or the block size %d", ErrGeometry, c.TokensPerRow, g.B)
 	case opaque && g.C%g.B != 0:
 		return fmt.Errorf("%w: opaque pages of %d tokens need a chunk size that is a multiple, not %d", ErrGeometry, g.B, g.C)
+	case opaque && g.D > 1 && c.AllRows:
+		return fmt.Errorf("%w: opaque pages that hold the rows of all %d ranks", ErrGeometry, g.D)
 	case opaque && g.D > 1 && g.I != g.B:
 		return fmt.Errorf("%w: opaque pages over %d ranks need an interleave of one block of %d tokens, not %d", ErrGeometry, g.D, g.B, g.I)
 	case c.RowStride < 1:
@@ -66,8 +74,11 @@ func (c *Columns) fits(g Geometry, slotBytes int) error {
 		return fmt.Errorf("%w: %d rows of %d bytes from %d on, slot of %d bytes", ErrSlot, g.C/c.TokensPerRow, c.RowStride, c.Offset, slotBytes)
 	}
 	tokens := g.B
-	if opaque {
+	switch {
+	case opaque:
 		tokens = 1
+	case c.AllRows:
+		tokens = g.VirtualBlock()
 	}
 	for i := range c.Regions {
 		if err := c.Regions[i].fits(tokens, c.RowStride); err != nil {
