@@ -262,6 +262,26 @@ func TestNoDiskStaysInMemory(t *testing.T) {
 	g.store(keys, 1)
 	g.onDisk(keys[1:])
 	require.False(t, g.look(keys[0]).OnDisk)
+	// Somebody else with the same wish changes nothing, somebody without it does.
+	rn = g.runOf(keys[:1], 0)
+	rn.Flags = wire.StoreNoDisk
+	require.Equal(t, repeat(wire.Have, 1), codes(g.begin(r.op(), rn)))
+	require.False(t, g.look(keys[0]).OnDisk)
+	require.Equal(t, repeat(wire.Have, 1), codes(g.begin(r.op(), g.runOf(keys[:1], 0))))
+	g.onDisk(keys)
+	r.quiet()
+}
+
+func TestNoDiskIsTakenBackBeforeTheChunkIsWhole(t *testing.T) {
+	r := newLeaderRig(t)
+	g := r.join("g", 1, 1)
+	keys := g.chain(1, 1)
+	op, rn := r.op(), g.runOf(keys, 0)
+	rn.Flags = wire.StoreNoDisk
+	vs := g.begin(op, rn)
+	require.Equal(t, repeat(wire.Pending, 1), codes(g.begin(r.op(), g.runOf(keys, 0))))
+	g.write(op, 0, rn, vs)
+	g.onDisk(keys)
 	r.quiet()
 }
 

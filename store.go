@@ -54,6 +54,9 @@ func (a *attachment) storeBegin(req *wire.Request) *wire.Reply {
 	r := answer(req)
 	r.Verdicts = make([]wire.Verdict, len(run.Keys))
 	noDisk := run.Flags&wire.StoreNoDisk != 0
+	if !noDisk {
+		defer func() { sp.allowDisk(run.Keys, r.Verdicts) }()
+	}
 	parent := run.Parent
 	fits := run.First == 0 || sp.holds(parent)
 	for i, k := range run.Keys {
@@ -95,6 +98,16 @@ func (a *attachment) storeBegin(req *wire.Request) *wire.Reply {
 		l.watch()
 	}
 	return r
+}
+
+// allowDisk lets chunks go to disk that somebody stored for memory only and somebody
+// else, who has no such wish, offers too.
+func (sp *space) allowDisk(keys []chunkKey, verdicts []wire.Verdict) {
+	for i, v := range verdicts {
+		if v.Code == wire.Have || v.Code == wire.Pending {
+			sp.AllowDisk(keys[i])
+		}
+	}
 }
 
 // knows says whether an operation of this number exists: a number is used once.

@@ -302,6 +302,23 @@ func (s *Space) Grant(k, parent chunk.Key, ordinal uint32, noDisk bool) (Ref, er
 	return s.begin(i, k, parent, ordinal, noDisk, granted), nil
 }
 
+// AllowDisk takes back the noDisk of a Grant: the chunk, if it is in the arena, may
+// be written from now on.
+func (s *Space) AllowDisk(k chunk.Key) {
+	if s.off != nil {
+		return
+	}
+	i, ok := s.index.find(k)
+	if !ok || !s.slots[i].noDisk {
+		return
+	}
+	sl := &s.slots[i]
+	sl.noDisk = false
+	if r := (Ref{i, sl.generation}); s.unwritten(r) {
+		s.enqueue(r)
+	}
+}
+
 // Drop ends an assembly that will not be complete. The key is free at once; the slot
 // drains until Drained.
 func (s *Space) Drop(r Ref) { s.note(s.change(r, dropped)) }
