@@ -44,6 +44,7 @@ func (c column) String() string {
 type claim struct {
 	bytes      int
 	replicated bool
+	allRows    bool
 	rank       int   // that declared it first
 	byDCP      []int // by DCP rank: the lowest rank that holds those rows, -1 = nobody
 }
@@ -85,7 +86,7 @@ func agree(declared []*wire.Declare) (*agreement, error) {
 				c := column{gi, reg.Component, reg.Name, reg.Layer, reg.Head}
 				known := claims[c]
 				if known == nil {
-					known = &claim{bytes: reg.Bytes, replicated: reg.Replicated, rank: r, byDCP: make([]int, d0.DCP)}
+					known = &claim{bytes: reg.Bytes, replicated: reg.Replicated, allRows: reg.AllRows, rank: r, byDCP: make([]int, d0.DCP)}
 					for i := range known.byDCP {
 						known.byDCP[i] = -1
 					}
@@ -173,6 +174,9 @@ func (k *claim) join(c column, r, d int, reg wire.DeclaredRegion) error {
 	}
 	if reg.Replicated != k.replicated {
 		return fmt.Errorf("%v: rank %d declares replicated %v, rank %d declares %v", c, r, reg.Replicated, k.rank, k.replicated)
+	}
+	if reg.AllRows != k.allRows {
+		return fmt.Errorf("%v: rank %d declares all rows %v, rank %d declares %v", c, r, reg.AllRows, k.rank, k.allRows)
 	}
 	switch owner := k.byDCP[d]; {
 	case owner < 0:

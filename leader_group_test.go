@@ -55,6 +55,7 @@ func TestGroupRefusals(t *testing.T) {
 		{"scales", func(d []*wire.Declare) { d[1].Identity.KVScales = "ab" }, "KV scales ab"},
 		{"width", func(d []*wire.Declare) { d[1].Groups[0].Regions[0].Bytes = 32 }, "rank 1 declares 32 bytes, rank 0 declares 64"},
 		{"replicated", func(d []*wire.Declare) { d[1].Groups[0].Regions[0].Replicated = true }, "replicated true"},
+		{"all rows", func(d []*wire.Declare) { d[1].Groups[0].Regions[0].AllRows = true }, "all rows true"},
 		{"twice", func(d []*wire.Declare) {
 			d[1].Groups[0].Regions = append(d[1].Groups[0].Regions, d[1].Groups[0].Regions[0])
 		}, "rank 1 declares it twice"},

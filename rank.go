@@ -55,7 +55,8 @@ type Region struct {
 	Layer      int    // global, -1 for none
 	Head       int    // global, -1 for none
 	Bytes      int
-	Replicated bool // other ranks hold the same bytes
+	Replicated bool // other ranks of the same DCP rank hold the same bytes
+	AllRows    bool // not sharded over DCP: a page holds all DCP*BlockTokens tokens of its block
 
 	Group       int // index in RankConfig.Groups
 	Base        uintptr
@@ -159,7 +160,7 @@ func newRank(d RankConfig, regions []Region) (*Rank, *wire.Declare, error) {
 		for _, reg := range g.regions {
 			out.Regions = append(out.Regions, wire.DeclaredRegion{
 				Name: reg.Name, Component: reg.Component, Layer: reg.Layer, Head: reg.Head,
-				Bytes: reg.Bytes, Replicated: reg.Replicated,
+				Bytes: reg.Bytes, Replicated: reg.Replicated, AllRows: reg.AllRows,
 			})
 		}
 		decl.Groups = append(decl.Groups, out)
@@ -171,7 +172,7 @@ func newRank(d RankConfig, regions []Region) (*Rank, *wire.Declare, error) {
 // accepted: each region is looked at as if it were a row of its own.
 func (r *Rank) checkRegions(g *rankGroup) error {
 	for _, reg := range g.regions {
-		c := dcp.Columns{RowStride: reg.Bytes, TokensPerRow: g.tokensPerRow, Regions: []dcp.Region{r.region(&reg, 0)}}
+		c := dcp.Columns{RowStride: reg.Bytes, TokensPerRow: g.tokensPerRow, AllRows: reg.AllRows, Regions: []dcp.Region{r.region(&reg, 0)}}
 		if err := dcp.Fits(r.geometry, []dcp.Columns{c}, math.MaxInt); err != nil {
 			return fmt.Errorf("region %s of layer %d: %w", reg.Name, reg.Layer, err)
 		}
@@ -219,7 +220,9 @@ func (r *Rank) columns(v *view, store bool) ([]dcp.Columns, error) {
 		if len(placed) != len(g.regions) || lay.TokensPerRow != g.tokensPerRow {
 			return nil, errAcceptance
 		}
-		c := dcp.Columns{Offset: int(lay.Offset), RowStride: lay.RowStride, TokensPerRow: lay.TokensPerRow}
+		sharded := dcp.Columns{Offset: int(lay.Offset), RowStride: lay.RowStride, TokensPerRow: lay.TokensPerRow}
+		whole := sharded
+		whole.AllRows = true
 		for j := range g.regions {
 			reg := &g.regions[j]
 			if store && !placed[j].Writes {
@@ -228,10 +231,16 @@ func (r *Rank) columns(v *view, store bool) ([]dcp.Columns, error) {
 			if placed[j].Offset < 0 || placed[j].Offset > lay.RowBytes-reg.Bytes {
 				return nil, errAcceptance
 			}
+			c := &sharded
+			if reg.AllRows {
+				c = &whole
+			}
 			c.Regions = append(c.Regions, r.region(reg, placed[j].Offset))
 		}
-		if len(c.Regions) > 0 {
-			out = append(out, c)
+		for _, c := range []dcp.Columns{sharded, whole} {
+			if len(c.Regions) > 0 {
+				out = append(out, c)
+			}
 		}
 	}
 	return out, nil

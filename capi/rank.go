@@ -69,6 +69,7 @@ func regionsAt(p unsafe.Pointer, n, stride int) []kvtier.Region {
 			Head:        int(r.head),
 			Bytes:       int(r.bytes),
 			Replicated:  r.flags&C.KVT_REGION_REPLICATED != 0,
+			AllRows:     r.flags&C.KVT_REGION_ALL_ROWS != 0,
 			Group:       int(r.group),
 			Base:        uintptr(r.base),
 			BlockStride: int64(r.block_stride),

@@ -170,7 +170,7 @@ int32_t kvt_register(kvt_cache cache, const char *json, size_t len, const kvt_re
         SHIM_REQUIRE(r->base != NULL, "a region has no base address");
         SHIM_REQUIRE(memchr(r->name, 0, sizeof r->name) != NULL, "a region's name does not end in NUL");
         SHIM_REQUIRE(memchr(r->component, 0, sizeof r->component) != NULL, "a region's component does not end in NUL");
-        SHIM_REQUIRE((r->flags & ~KVT_REGION_REPLICATED) == 0, "flags has unknown bits");
+        SHIM_REQUIRE((r->flags & ~(KVT_REGION_REPLICATED | KVT_REGION_ALL_ROWS)) == 0, "flags has unknown bits");
     }
     return go_kvt_register(cache, (void *)json, len, (void *)regions, n, stride, out, shim_message());
 }

@@ -291,7 +291,13 @@ KVT_API int32_t kvt_reset(kvt_coord coord, uint8_t epoch[16]);
 
 /* ---- level 4, ranks ------------------------------------------------------ */
 
-#define KVT_REGION_REPLICATED 1u  /* every rank holds all rows (else sharded over DCP) */
+/* Other ranks of the same DCP rank hold the same bytes: a latent where TP is larger
+ * than DCP, a KV head that several TP ranks have. Written once, read by all. */
+#define KVT_REGION_REPLICATED 1u
+/* Not sharded over DCP: a page holds all dcp * block_tokens tokens of its block id, in
+ * order, on every rank (t above is then the place among these). Means nothing when
+ * dcp is 1. Not for opaque pages. */
+#define KVT_REGION_ALL_ROWS 2u
 
 /* One independently addressable piece of a page. Token t of block b (t = its
  * rank-local offset in the block) lies at base + b*block_stride + t*token_stride. */

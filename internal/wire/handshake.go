@@ -47,6 +47,7 @@ type DeclaredRegion struct {
 	Head       int    `json:"head"`  // global, -1 = none
 	Bytes      int    `json:"bytes"` // per token; per block where pages are opaque
 	Replicated bool   `json:"replicated"`
+	AllRows    bool   `json:"all_rows,omitempty"`
 }
 
 // DeclaredGroup is one KV group of a rank.

@@ -15,7 +15,7 @@ from .coordinator import Accepted, wait_accepted
 if TYPE_CHECKING:
     from .cache import Cache
 
-_REPLICATED = 1
+_REPLICATED, _ALL_ROWS = 1, 2
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -31,10 +31,11 @@ class Region:
     layer: int
     head: int  # -1: none
     bytes: int  # per token; per block when pages are opaque
-    replicated: bool
+    replicated: bool  # other ranks of the same DCP rank hold the same bytes
     base: int
     block_stride: int
     token_stride: int  # 0 when opaque
+    all_rows: bool = False  # not sharded over DCP: a page holds all dcp * block_tokens tokens of its block
 
 
 class Rank(Closing):
@@ -51,7 +52,8 @@ class Rank(Closing):
                 raise ValueError(f"region {g.name!r}: names have at most 31 bytes, components 15")
             r.struct_size = ctypes.sizeof(_lib.Region)
             r.group, r.name, r.component, r.layer, r.head = g.group, name, component, g.layer, g.head
-            r.bytes, r.flags, r.base = g.bytes, _REPLICATED if g.replicated else 0, g.base
+            r.bytes, r.base = g.bytes, g.base
+            r.flags = (_REPLICATED if g.replicated else 0) | (_ALL_ROWS if g.all_rows else 0)
             r.block_stride, r.token_stride = g.block_stride, g.token_stride
         text = json.dumps(description).encode()
         out = ctypes.c_uint64()
@@ -131,5 +133,5 @@ def _token_bytes(description: dict[str, Any], regions: list[Region]) -> float:
     total = 0.0
     for r in regions:
         per_row = groups[r.group].get("tokens_per_row", 1) or 1
-        total += r.bytes / per_row / (1 if r.replicated else dcp)
+        total += r.bytes / per_row / (1 if r.all_rows else dcp)
     return total
