@@ -140,12 +140,21 @@ func settingByName(name string) *Setting {
 	return nil
 }
 
-// nearestSetting returns the setting with the smallest edit distance to name.
 func nearestSetting(name string) string {
+	names := make([]string, len(settings))
+	for i, s := range settings {
+		names[i] = s.Name
+	}
+	return Nearest(name, names)
+}
+
+// Nearest returns the one of known, which is not empty, that name most likely was
+// meant to be: the one with the smallest edit distance.
+func Nearest(name string, known []string) string {
 	name = strings.ToLower(name)
-	return slices.MinFunc(settings, func(a, b Setting) int {
-		return cmp.Compare(editDistance(name, a.Name), editDistance(name, b.Name))
-	}).Name
+	return slices.MinFunc(known, func(a, b string) int {
+		return cmp.Compare(editDistance(name, a), editDistance(name, b))
+	})
 }
 
 // editDistance counts the insertions, deletions and replacements of bytes that

@@ -58,6 +58,7 @@ type leader struct {
 	freed      bool      // a slot may have become free since these were last tried
 	outbox     []func()
 	count      counters
+	testCount  counters // of self-tests, told to nobody
 }
 
 // leaderOptions is what the leader takes from a Config.
@@ -219,15 +220,22 @@ func (l *leader) abandonAll() {
 		for _, o := range g.stores {
 			o.abandon(true)
 		}
+		if g.test != nil {
+			g.test.end(wire.StatusAborted, errLeaderClosed.Error())
+		}
 		g.refuseWaiting(&wire.Refuse{Reason: errLeaderClosed.Error()})
 	}
 }
 
 // newLeader makes the leader of a root whose lock the caller holds. cfg is filled.
 func newLeader(cfg *Config, root *tier.Root, log *slog.Logger) (*leader, error) {
-	free, _, err := tier.FreeMemory()
+	free, limit, err := tier.FreeMemory()
 	if err != nil {
 		return nil, err
+	}
+	if cfg.DRAMBytes > free {
+		log.Warn("dram_gib is more than what is free now: the cache will stay smaller until others give memory back, or lower it",
+			"budget", cfg.DRAMBytes, "free", free, "limit", limit)
 	}
 	o := leaderOptions{
 		dramBytes:       cfg.DRAMBudget(free),

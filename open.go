@@ -16,6 +16,11 @@ func Open(cfg *Config) (*Cache, error) {
 	if err != nil {
 		return nil, err
 	}
+	if f.Role != RoleMember { // a member's budgets do not count
+		if err := tier.CheckBudget(f.DRAMBytes); err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrConfig, err)
+		}
+	}
 	root, err := openRoot(f)
 	if err != nil {
 		return nil, fmt.Errorf("opening the cache: %w", err)

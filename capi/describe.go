@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"reflect"
@@ -93,11 +94,7 @@ func decodeStrict(text []byte, into any) error {
 	dec := json.NewDecoder(bytes.NewReader(text))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(into); err != nil {
-		why := strings.TrimPrefix(err.Error(), "json: ")
-		if strings.HasPrefix(why, "unknown field") {
-			why += "; known are " + strings.Join(fieldNames(into), ", ")
-		}
-		return fmt.Errorf("%w: %s", kvtier.ErrConfig, why)
+		return fmt.Errorf("%w: %s", kvtier.ErrConfig, whyNot(err, into))
 	}
 	if _, err := dec.Token(); err != io.EOF {
 		return fmt.Errorf("%w: there is text after the object", kvtier.ErrConfig)
@@ -105,11 +102,48 @@ func decodeStrict(text []byte, into any) error {
 	return nil
 }
 
-func fieldNames(into any) []string {
-	t := reflect.TypeOf(into).Elem()
-	names := make([]string, t.NumField())
-	for i := range names {
-		names[i] = t.Field(i).Tag.Get("json")
+// whyNot says in a line what a JSON text has wrong that is not a description.
+func whyNot(err error, into any) string {
+	var kind *json.UnmarshalTypeError
+	why := strings.TrimPrefix(err.Error(), "json: ")
+	name, unknown := strings.CutPrefix(why, "unknown field ")
+	switch {
+	case unknown:
+		return fmt.Sprintf("unknown key %s; the nearest one is %q", name, kvtier.Nearest(strings.Trim(name, `"`), fieldNames(reflect.TypeOf(into).Elem())))
+	case errors.As(err, &kind) && kind.Field != "":
+		return fmt.Sprintf("%q: want %s, got %s", kind.Field, kindName(kind.Type), kind.Value)
+	case errors.As(err, &kind):
+		return "a JSON object is expected, got " + kind.Value
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+		return "the JSON text ends too early"
+	}
+	return why
+}
+
+func kindName(t reflect.Type) string {
+	switch t.Kind() {
+	case reflect.Int:
+		return "a whole number"
+	case reflect.Bool:
+		return "true or false"
+	case reflect.String:
+		return "text"
+	case reflect.Slice:
+		return "a list"
+	default:
+		return "an object"
+	}
+}
+
+// fieldNames lists the keys of a description and of what is inside it.
+func fieldNames(t reflect.Type) []string {
+	var names []string
+	for i := range t.NumField() {
+		f := t.Field(i)
+		names = append(names, f.Tag.Get("json"))
+		if f.Type.Kind() == reflect.Slice {
+			names = append(names, fieldNames(f.Type.Elem())...)
+		}
 	}
 	return names
 }

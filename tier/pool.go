@@ -52,6 +52,31 @@ func FreeMemory() (bytes int64, limit string, err error) {
 	return max(0, l.Free-reserve(l)), l.Name, nil
 }
 
+// CheckBudget says whether a budget of n bytes is more than this process could ever
+// have, however little else runs: the error names the limit and what fits.
+func CheckBudget(n int64) error {
+	limits, err := sys.NewMemory("").Limits()
+	if err != nil {
+		return nil // not known: growing looks again, at every step
+	}
+	return checkBudget(limits, n)
+}
+
+func checkBudget(limits []sys.MemoryLimit, n int64) error {
+	least := limits[0]
+	for _, l := range limits[1:] {
+		if l.Total-reserve(l) < least.Total-reserve(least) {
+			least = l
+		}
+	}
+	if most := least.Total - reserve(least); n > most {
+		const gib = 1 << 30
+		return fmt.Errorf("dram_gib asks for %.3g GiB and %s is %.3g GiB: raise the limit, or set dram_gib to at most %.3g less what the engine itself needs",
+			float64(n)/gib, strings.Replace(least.Name, "MemAvailable", "the memory", 1), float64(least.Total)/gib, float64(max(0, most))/gib)
+	}
+	return nil
+}
+
 // reserve is what stays untouched below a limit: others allocate between the look
 // and the allocation, and the kernel answers the one who is too late by killing.
 func reserve(l sys.MemoryLimit) int64 {

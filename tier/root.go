@@ -198,7 +198,7 @@ func refuseNetwork(path string) error {
 			return fmt.Errorf("disk path %s: %w", path, err)
 		}
 		if fs.Network != "" {
-			return fmt.Errorf("%s (%s): choose a local disk, or allow it with disk_allow_network: %w", path, fs.Network, ErrNetwork)
+			return fmt.Errorf("%s (%s): choose a local disk, or allow it with allow_network_fs: %w", path, fs.Network, ErrNetwork)
 		}
 		return nil
 	}

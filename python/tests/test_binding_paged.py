@@ -231,7 +231,7 @@ def test_wrong_arguments(engine: Engine) -> None:
         engine.rank.store(1, 1, 0, np.zeros((2, 5), np.uint32), t)
     with pytest.raises(kvtier.Error, match="op is 0"):
         engine.rank.store(0, 1, 0, np.zeros((1, 4), np.uint32), t)
-    with pytest.raises(kvtier.ConfigError, match="num_block.*known are group"):
+    with pytest.raises(kvtier.ConfigError, match="num_block.*nearest one is.*num_blocks"):
         engine.cache.register({"num_block": 3}, [kvtier.Region(0, "kv", "target", 0, -1, 8, False, 4096, 8, 8)])
     with pytest.raises(ValueError, match="31 bytes"):
         engine.cache.register({}, [kvtier.Region(0, "k" * 32, "target", 0, -1, 8, False, 4096, 8, 8)])
