@@ -139,6 +139,8 @@ func (a *attachment) handle(req *wire.Request, reply func(*wire.Reply)) (r *wire
 		return a.loadDone(req)
 	case wire.Cancel:
 		return a.cancel(req)
+	case wire.SelfTest:
+		return a.selfTest(req, reply)
 	}
 	return refusal(req, wire.StatusRefused)
 }

@@ -41,6 +41,8 @@ type group struct {
 	loads       map[uint64]*loadOp
 	unsent      map[uint64]struct{} // operations cancelled before any rank knew them
 	unsentOrder []uint64
+
+	test, lastTest *selfTest // the present run, and the last one that got slots; may be nil
 }
 
 // crew is the attachments, by rank, that a group had while an operation began. An
@@ -227,6 +229,7 @@ func (g *group) forget(a *attachment, goodbye bool) {
 		g.l.log.Warn("group lost a rank and is declined everything until it is back", "group", g.id, "rank", a.rank)
 	}
 	g.missing |= 1 << a.rank
+	g.testMemberGone(a)
 }
 
 // dissolve is called when the last member is dead.

@@ -5,7 +5,7 @@ import "time"
 // How often the loop looks at deadlines while there are any: often while somebody
 // waits, seldom for what only ends a promise.
 const (
-	tickGrowing = 5 * time.Millisecond // somebody waits for the arena to grow
+	tickGrowing = 5 * time.Millisecond // somebody waits for the arena to grow, or a self-test for its chunks
 	tickWaiting = 50 * time.Millisecond
 	tickIdle    = time.Second
 )
@@ -36,7 +36,7 @@ func (l *leader) tick() time.Duration {
 	l.lock()
 	defer l.unlock()
 	now := l.now()
-	waiting, idle := false, false
+	waiting, testing, idle := false, false, false
 	l.freed = true // an arena that has grown tells nobody
 	for _, g := range l.groups {
 		g.nameMissing(now)
@@ -48,6 +48,10 @@ func (l *leader) tick() time.Duration {
 		for _, o := range g.loads {
 			o.expire(now)
 			waiting = waiting || o.decided < len(o.keys)
+		}
+		if g.test != nil && g.test.expire(now) {
+			waiting = true
+			testing = testing || g.test.step == testStoring || g.test.step == testLeaving
 		}
 	}
 	for _, a := range l.members {
@@ -63,7 +67,7 @@ func (l *leader) tick() time.Duration {
 	}
 	l.watching, l.hurrying = waiting || idle, waiting
 	switch {
-	case len(l.starved) > 0, len(l.hungry) > 0:
+	case len(l.starved) > 0, len(l.hungry) > 0, testing:
 		l.watching, l.hurrying = true, true
 		return tickGrowing
 	case waiting:

@@ -32,6 +32,7 @@ type space struct {
 	fills     map[uint32]*fill // by slot: disk reads that have not ended
 	fillOrder []*fill          // by deadline; those that ended are skipped
 	loads     map[*loadOp]struct{}
+	tests     map[chunkKey]*selfTest // by the chunks of running self-tests
 }
 
 // fill is a disk read under way, and who waits for it.
@@ -73,6 +74,7 @@ func (l *leader) openSpace(ag *agreement) (*space, error) {
 	sp = &space{
 		l: l, layout: ag.layout, fingerprint: ag.fingerprint, model: ag.namespace.Model,
 		fills: make(map[uint32]*fill), loads: make(map[*loadOp]struct{}),
+		tests: make(map[chunkKey]*selfTest),
 	}
 	if l.store != nil && !ag.memoryOnly {
 		d, err := l.store.Namespace(ag.namespace)
@@ -186,23 +188,35 @@ func (sp *space) read(k chunk.Key, ordinal uint32) (tier.Ref, error) {
 	f := &fill{ref: ref, key: k, until: sp.l.now().Add(fillTimeout)}
 	sp.fills[ref.Slot] = f
 	sp.fillOrder = append(sp.fillOrder, f)
-	sp.l.count.Fills++
+	sp.counts(k).Fills++
 	sp.l.watch()
 	return ref, nil
+}
+
+// counts gives where to count what happens to a chunk: self-tests are apart.
+func (sp *space) counts(k chunkKey) *counters {
+	if _, test := sp.tests[k]; test {
+		return &sp.l.testCount
+	}
+	return &sp.l.count
 }
 
 // settled is told by the space, under the lock, that a hash or a disk read ended.
 func (sp *space) settled(e tier.SettledEvent) {
 	l := sp.l
 	l.freed = true
+	t := sp.tests[e.Key]
+	if t != nil && e.Err != nil {
+		t.readErr = e.Err
+	}
 	if f := sp.fills[e.Ref.Slot]; f != nil && f.ref == e.Ref {
 		sp.fillEnded(f, e.Ready)
 	} else if e.Ready {
-		l.count.Published++
+		sp.counts(e.Key).Published++
 	} else {
-		l.count.PublishFailed++
+		sp.counts(e.Key).PublishFailed++
 	}
-	if len(l.outbox) > 0 || len(l.starved) > 0 || len(l.hungry) > 0 {
+	if t != nil || len(l.outbox) > 0 || len(l.starved) > 0 || len(l.hungry) > 0 {
 		l.poke() // this is not the leader's own critical section: the loop sends
 	}
 }
@@ -215,7 +229,7 @@ func (sp *space) fillEnded(f *fill, ok bool) {
 	f.ended = true
 	delete(sp.fills, f.ref.Slot)
 	if !ok {
-		sp.l.count.FillsFailed++
+		sp.counts(f.key).FillsFailed++
 	}
 	for _, w := range f.waits {
 		w.lease.fillEnded(w.index, f, ok)
@@ -235,7 +249,7 @@ func (sp *space) giveUpFills(now time.Time) {
 			if now.Before(f.until) {
 				return
 			}
-			sp.l.count.FillsGivenUp++
+			sp.counts(f.key).FillsGivenUp++
 			sp.GiveUpFill(f.ref)
 			sp.fillEnded(f, false)
 		}

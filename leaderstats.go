@@ -34,6 +34,8 @@ type counters struct {
 	Fills        uint64       `json:"disk_reads"`
 	FillsFailed  uint64       `json:"disk_reads_failed"`
 	FillsGivenUp uint64       `json:"disk_reads_given_up"`
+
+	SelfTests selfTestCounters `json:"self_tests"`
 }
 
 // misses are why a run was answered shorter than it was asked for.

@@ -17,7 +17,8 @@ type loadOp struct {
 	op    uint64
 	owner *attachment // whose caps the pins count against
 	crew  *crew
-	first uint32 // ordinal of keys[0]
+	count *counters // the leader's; a self-test has its own
+	first uint32    // ordinal of keys[0]
 	keys  []chunkKey
 
 	verdicts []wire.Verdict
@@ -65,7 +66,7 @@ func (a *attachment) loadBegin(req *wire.Request) *wire.Reply {
 		return refusal(req, wire.StatusStale)
 	}
 	o := &loadOp{
-		g: g, sp: sp, op: req.Op, owner: a, crew: g.crew, first: run.First,
+		g: g, sp: sp, op: req.Op, owner: a, crew: g.crew, count: &l.count, first: run.First,
 		keys:       append([]chunkKey(nil), run.Keys...),
 		verdicts:   make([]wire.Verdict, len(run.Keys)),
 		busy:       make([]uint64, sp.window()),
@@ -105,7 +106,7 @@ func (o *loadOp) openWindow(from int) {
 	o.from, o.to = from, min(from+len(o.busy), len(o.keys))
 	clear(o.busy)
 	o.until = o.sp.l.now().Add(o.sp.l.opts.windowTimeout)
-	o.sp.l.count.Loads.Windows++
+	o.count.Loads.Windows++
 	o.progress()
 }
 
@@ -137,7 +138,7 @@ func (o *loadOp) progress() {
 
 // decide gives the verdict over one key, or false while it is being read.
 func (o *loadOp) decide(i int) bool {
-	k, l := o.keys[i], o.sp.l
+	k := o.keys[i]
 	p := o.sp.Look(k)
 	switch {
 	case p.State == tier.Ready && o.sp.Pin(p.Ref) == nil:
@@ -147,13 +148,13 @@ func (o *loadOp) decide(i int) bool {
 		o.verdicts[i] = wire.Verdict{Code: wire.Ready, Slot: p.Ref.Slot, Generation: p.Ref.Generation}
 		o.decided++
 		o.dropLease(i, i+1)
-		l.count.Loads.Ready++
+		o.count.Loads.Ready++
 		return true
 	case i >= o.unreadable:
 	case p.State == tier.Filling, p.State == tier.Free && p.OnDisk:
 		return false
 	}
-	l.count.Loads.ChunksFailed++
+	o.count.Loads.ChunksFailed++
 	o.failFrom(i)
 	return true
 }
@@ -245,7 +246,7 @@ func (o *loadOp) failFrom(i int) {
 	for i = max(i, o.decided); i < len(o.keys); i++ {
 		o.verdicts[i] = wire.Verdict{Code: wire.Failed}
 	}
-	o.sp.l.count.Loads.Failed++
+	o.count.Loads.Failed++
 	o.decided = len(o.keys)
 	o.starved = false
 	o.dropLease(0, len(o.keys))
@@ -337,7 +338,7 @@ func (a *attachment) loadDone(req *wire.Request) *wire.Reply {
 	}
 	for _, d := range req.Done {
 		if int64(d.Part) != int64(a.rank) || !o.chunkDone(tier.Ref{Slot: d.Slot, Generation: d.Generation}, a.rank) {
-			a.l.count.Loads.Ignored++
+			a.group.counts(req.Op).Loads.Ignored++
 			continue
 		}
 		if d.Status != wire.StatusOK {
@@ -444,7 +445,7 @@ func (o *loadOp) finish() {
 // while further windows wait for them.
 func (o *loadOp) expire(now time.Time) {
 	if o.decided < len(o.keys) && !now.Before(o.until) {
-		o.sp.l.count.Loads.Expired++
+		o.count.Loads.Expired++
 		o.failFrom(o.decided)
 	}
 	o.dismiss(func(w *loadWait) bool { return !w.until.IsZero() && !now.Before(w.until) }, wire.StatusTimeout)

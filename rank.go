@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -74,6 +75,15 @@ type Rank struct {
 	blocks   int // NumBlocks
 	groups   []rankGroup
 	loader   *loader
+
+	testing sync.Mutex                     // one self-test at a time
+	onTest  func(step string, slot []byte) // only in tests: it may spoil a slot
+}
+
+func (r *Rank) testStep(step string, slot []byte) {
+	if r.onTest != nil {
+		r.onTest(step, slot)
+	}
 }
 
 // rankGroup holds the regions of one KV group in the order they were declared.

@@ -16,6 +16,7 @@ type storeOp struct {
 	sp    *space
 	op    uint64
 	crew  *crew
+	count *counters // the leader's; a self-test has its own
 	parts []storePart
 	open  int // parts that are not ended
 	hint  int // where the last part was found: DONE names them in the order of the grants
@@ -50,7 +51,7 @@ func (a *attachment) storeBegin(req *wire.Request) *wire.Reply {
 		l.count.Stores.Declined += uint64(len(run.Keys))
 		return refusal(req, wire.StatusRefused)
 	}
-	o := &storeOp{g: g, sp: sp, op: req.Op, crew: g.crew}
+	o := &storeOp{g: g, sp: sp, op: req.Op, crew: g.crew, count: &l.count}
 	r := answer(req)
 	r.Verdicts = make([]wire.Verdict, len(run.Keys))
 	noDisk := run.Flags&wire.StoreNoDisk != 0
@@ -135,7 +136,7 @@ func (a *attachment) storeDone(req *wire.Request) *wire.Reply {
 			p = o.find(tier.Ref{Slot: d.Slot, Generation: d.Generation})
 		}
 		if p == nil {
-			a.l.count.Stores.Ignored++
+			a.group.counts(req.Op).Stores.Ignored++
 			continue
 		}
 		o.partDone(p, 1<<a.rank, d.Status == wire.StatusOK)
@@ -165,7 +166,7 @@ func (o *storeOp) partDone(p *storePart, who uint64, ok bool) {
 	p.done |= who
 	l := o.g.l
 	if !ok && !p.dropped {
-		l.count.Stores.Aborted++
+		o.count.Stores.Aborted++
 		o.drop(p)
 		return
 	}
@@ -183,7 +184,7 @@ func (o *storeOp) partDone(p *storePart, who uint64, ok bool) {
 		return
 	}
 	if p.ordinal > 0 && !o.sp.holds(p.parent) {
-		l.count.Stores.Orphans++
+		o.count.Stores.Orphans++
 	}
 	if err := o.sp.Seal(p.ref); err != nil {
 		// Removed meanwhile: the slot drains, and nobody writes it any more.
@@ -200,7 +201,7 @@ func (o *storeOp) drop(p *storePart) {
 		return
 	}
 	p.dropped = true
-	o.g.l.count.Stores.Dropped++
+	o.count.Stores.Dropped++
 	o.sp.Drop(p.ref)
 	o.drain(p)
 }
@@ -215,7 +216,7 @@ func (sp *space) assemblyRemoved(ref tier.Ref) {
 			}
 			if p := o.find(ref); p != nil {
 				p.dropped = true
-				l.count.Stores.Dropped++
+				o.count.Stores.Dropped++
 				o.drain(p)
 				return
 			}
@@ -289,7 +290,7 @@ func (o *storeOp) expire(now time.Time) {
 			continue
 		}
 		late := p.expected &^ p.done
-		o.g.l.count.Stores.Expired++
+		o.count.Stores.Expired++
 		o.g.l.log.Debug("chunk not complete in time", "group", o.g.id, "op", o.op, "late_ranks", bits.OnesCount64(late))
 		o.drop(p)
 	}

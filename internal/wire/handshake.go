@@ -4,7 +4,7 @@ import "encoding/json"
 
 // Protocol is the major version that HELLO and WELCOME carry. Sides with
 // different ones do not talk to each other.
-const Protocol = 1
+const Protocol = 2
 
 // Hello is a member's first frame.
 type Hello struct {

@@ -12,9 +12,10 @@ type Reply struct {
 	Seq    uint32 // of the request
 	Status Status
 
-	Verdicts []Verdict // STORE_BEGIN, LOAD_BEGIN: in the order of the keys; LOAD_WAIT: from First on
-	Hits     Hits      // LOOKUP, PREFETCH, LEASE
-	First    uint32    // LOAD_WAIT: the index of the request
+	Verdicts []Verdict     // STORE_BEGIN, LOAD_BEGIN: in the order of the keys; LOAD_WAIT: from First on
+	Hits     Hits          // LOOKUP, PREFETCH, LEASE
+	First    uint32        // LOAD_WAIT: the index of the request
+	Test     SelfTestReply // SELFTEST
 }
 
 // Verdict decides over one chunk. Slot and Generation mean something with
@@ -36,7 +37,7 @@ type Hits struct {
 
 // replyLayout returns the bytes of a reply's body before its verdicts, and how
 // many it may have. The reply to LOAD_WAIT is a wait body, which repeats the index,
-// and then the verdicts.
+// and then the verdicts; the one to SELFTEST begins with a body of its own.
 func (t Type) replyLayout() (fixed, maxVerdicts int) {
 	switch t {
 	case Lookup, Prefetch, Lease:
@@ -45,6 +46,8 @@ func (t Type) replyLayout() (fixed, maxVerdicts int) {
 		return 0, MaxKeys
 	case LoadWait:
 		return waitBytes, MaxWindow
+	case SelfTest:
+		return selfTestBytes, MaxWindow
 	}
 	return 0, 0
 }
@@ -59,6 +62,9 @@ func (r *Reply) Append(dst []byte) ([]byte, error) {
 	if len(r.Verdicts) > most {
 		return dst, fmt.Errorf("%w: %d verdicts for %v", ErrTooMany, len(r.Verdicts), r.Type)
 	}
+	if len(r.Test.Text) > SelfTestText {
+		return dst, fmt.Errorf("%w: a text of %d bytes", ErrTooMany, len(r.Test.Text))
+	}
 	n := len(r.Verdicts)
 	h := header{typ: r.Type, op: r.Op, seq: r.Seq, n: uint32(n), status: r.Status}
 	all, msg := h.grow(dst, headerBytes+fixed+n*verdictBytes)
@@ -66,6 +72,8 @@ func (r *Reply) Append(dst []byte) ([]byte, error) {
 	switch r.Type {
 	case LoadWait:
 		le.PutUint32(body, r.First)
+	case SelfTest:
+		r.Test.put(body)
 	case Lookup, Prefetch, Lease:
 		le.PutUint32(body[0:], r.Hits.Held)
 		le.PutUint32(body[4:], r.Hits.Resident)
@@ -106,6 +114,12 @@ func ParseReply(b []byte) (*Reply, error) {
 		}
 	case LoadWait:
 		r.First = le.Uint32(body)
+	case SelfTest:
+		t, err := parseSelfTestReply(body)
+		if err != nil {
+			return nil, err
+		}
+		r.Test = *t
 	}
 	if h.n == 0 {
 		return r, nil

@@ -8,7 +8,7 @@ import (
 	"github.com/kvtier/kvtier/internal/chunk"
 )
 
-// Request is one message of a member. Which of the last four fields belongs to
+// Request is one message of a member. Which of the last five fields belongs to
 // it follows from the type.
 type Request struct {
 	Type    Type
@@ -17,10 +17,11 @@ type Request struct {
 	Seq     uint32        // repeated by the one reply
 	Timeout time.Duration // how long the reply may be deferred; whole milliseconds on the wire
 
-	Run   *Run     // LOOKUP, PREFETCH, LEASE, RELEASE, STORE_BEGIN, LOAD_BEGIN
-	Renew []uint64 // LEASE with LeaseRenew: lease ids, in place of keys
-	First uint32   // LOAD_WAIT: index of the window's first chunk in the operation
-	Done  []Done   // STORE_DONE, LOAD_DONE
+	Run   *Run          // LOOKUP, PREFETCH, LEASE, RELEASE, STORE_BEGIN, LOAD_BEGIN
+	Renew []uint64      // LEASE with LeaseRenew: lease ids, in place of keys
+	First uint32        // LOAD_WAIT: index of the window's first chunk in the operation
+	Done  []Done        // STORE_DONE, LOAD_DONE
+	Test  *SelfTestBody // SELFTEST
 }
 
 // Run is a leading piece of a prefix: consecutive chunks behind a parent.
@@ -65,6 +66,8 @@ func (t Type) shape() shape {
 		return shape{entry: doneBytes, counts: true, flags: LoadDoneEnd}
 	case Cancel:
 		return shape{flags: CancelUnsent}
+	case SelfTest:
+		return shape{fixed: selfTestBytes}
 	}
 	return shape{}
 }
@@ -97,6 +100,8 @@ func (r *Request) Append(dst []byte) ([]byte, error) {
 		}
 	case r.Type == LoadWait:
 		le.PutUint32(body, r.First)
+	case r.Type == SelfTest:
+		r.Test.put(body)
 	default:
 		for i, d := range r.Done {
 			e := body[i*doneBytes:]
@@ -116,6 +121,14 @@ func (r *Request) check() (n int, err error) {
 	}
 	if r.Type.hasRun() != (r.Run != nil) {
 		return 0, fmt.Errorf("%w: a run with %v", ErrInvalid, r.Type)
+	}
+	if (r.Type == SelfTest) != (r.Test != nil) {
+		return 0, fmt.Errorf("%w: a self-test with %v", ErrInvalid, r.Type)
+	}
+	if r.Test != nil {
+		if err := r.Test.check(); err != nil {
+			return 0, err
+		}
 	}
 	renews := false
 	if r.Run != nil {
@@ -173,6 +186,8 @@ func replyBytes(t Type, n int) int {
 		return padded(headerBytes + n*verdictBytes)
 	case LoadWait:
 		return headerBytes + waitBytes + MaxWindow*verdictBytes
+	case SelfTest:
+		return headerBytes + selfTestBytes + MaxWindow*verdictBytes
 	}
 	return headerBytes
 }
@@ -220,6 +235,14 @@ func ParseRequest(b []byte) (*Request, error) {
 		r.parseEntries(body[runBytes:], n)
 	case h.typ == LoadWait:
 		r.First = le.Uint32(body)
+	case h.typ == SelfTest:
+		var err error
+		if r.Test, err = parseSelfTestBody(body); err == nil {
+			err = r.Test.check()
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrMalformed, err)
+		}
 	case n > 0:
 		r.Done = make([]Done, n)
 		for i := range r.Done {

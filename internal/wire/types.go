@@ -21,15 +21,17 @@ const (
 	LoadWait
 	LoadDone
 	Cancel
+	SelfTest
 )
 
 var typeNames = [...]string{
 	Lookup: "LOOKUP", Prefetch: "PREFETCH", Lease: "LEASE", Release: "RELEASE",
 	StoreBegin: "STORE_BEGIN", StoreDone: "STORE_DONE",
 	LoadBegin: "LOAD_BEGIN", LoadWait: "LOAD_WAIT", LoadDone: "LOAD_DONE", Cancel: "CANCEL",
+	SelfTest: "SELFTEST",
 }
 
-func (t Type) known() bool { return t >= Lookup && t <= Cancel }
+func (t Type) known() bool { return t >= Lookup && t <= SelfTest }
 
 func (t Type) String() string {
 	if t.known() {
@@ -48,6 +50,7 @@ const (
 	StatusRefused Status = -3
 	StatusTimeout Status = -4
 	StatusAborted Status = -5
+	StatusFailed  Status = -6 // SELFTEST: bytes came back wrong
 )
 
 func (s Status) String() string {
@@ -64,6 +67,8 @@ func (s Status) String() string {
 		return "TIMEOUT"
 	case StatusAborted:
 		return "ABORTED"
+	case StatusFailed:
+		return "FAILED"
 	}
 	return "status " + strconv.Itoa(int(s))
 }
