@@ -176,11 +176,18 @@ def _length_dependent_rope(config: Any) -> bool:
     return False
 
 
-def _draft(vllm_config: VllmConfig) -> str:
+def has_draft_layers(vllm_config: VllmConfig) -> bool:
+    """Whether the KV cache holds layers of a draft, whose last row of a chunk depends
+    on the token after it: keys then name that token."""
     speculative = vllm_config.speculative_config
-    draft = getattr(speculative, "draft_model_config", None) if speculative else None
-    if draft is None or speculative.method in ("ngram", "suffix"):
+    return speculative is not None and speculative.uses_draft_kv_cache()
+
+
+def _draft(vllm_config: VllmConfig) -> str:
+    if not has_draft_layers(vllm_config):
         return ""
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config
     facts = {"method": speculative.method, "hf_config": _relevant(draft.hf_config.to_dict())}
     return f"{speculative.method}:{_model_name(draft.model)}:{_digest(facts)[:16]}"
 

@@ -12,7 +12,6 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,8 +164,9 @@ class Roots:
         return extras
 
 
-def check_identifiable(request: Request) -> None:
-    """Raises NotIdentified for a request that no keys can describe."""
+def check_identifiable(request: Request, chunk_tokens: int = 1, ahead: int = 0) -> None:
+    """Raises NotIdentified for a request that no keys can describe. ``ahead``: as for
+    :class:`KeyChain`."""
     if request.prompt_embeds is not None:
         raise NotIdentified("the prompt holds embeddings")
     if request.pooling_params is not None:
@@ -175,6 +175,9 @@ def check_identifiable(request: Request) -> None:
         for feature in request.mm_features:
             if not _CONTENT_IDENTIFIER.fullmatch(feature.identifier):
                 raise NotIdentified("a multimodal item has an identifier of the caller's and no cache salt")
+    if ahead and any(0 < f.mm_position.offset and f.mm_position.offset % chunk_tokens == 0 for f in request.mm_features):
+        # The token after a chunk says nothing of the item that it stands for.
+        raise NotIdentified("a multimodal item begins where a chunk ends, and draft layers look ahead")
 
 
 class KeyChain:
@@ -186,12 +189,15 @@ class KeyChain:
     and tells nobody.
     """
 
-    __slots__ = ("root", "_chunk", "_keys", "_n", "_request", "_items")
+    __slots__ = ("root", "_chunk", "_ahead", "_keys", "_n", "_request", "_items")
 
-    def __init__(self, request: Request, root: bytes, chunk_tokens: int) -> None:
+    def __init__(self, request: Request, root: bytes, chunk_tokens: int, ahead: int = 0) -> None:
+        """``ahead``: 1 when a key also names the token after its chunk, which must
+        then be known."""
         self.root = root
         self._request = request
         self._chunk = chunk_tokens
+        self._ahead = ahead
         self._keys = np.empty((8, 32), np.uint8)
         self._n = 0
         self._items: list[tuple[int, int, bytes]] | None = None
@@ -237,14 +243,21 @@ class KeyChain:
         return np.concatenate([self._keys[:known], self._make(known, n)])
 
     def _make(self, first: int, end: int) -> npt.NDArray[np.uint8]:
-        tokens = np.array(self._request.all_token_ids[first * self._chunk : end * self._chunk], np.uint32)
-        if len(tokens) != (end - first) * self._chunk:
+        c = self._chunk
+        known = np.array(self._request.all_token_ids[first * c : end * c + self._ahead], np.uint32)
+        if len(known) != (end - first) * c + self._ahead:
             raise IndexError(f"chunks {first}..{end} reach beyond the known tokens")
-        return keys.chain(self.parent(first), self._chunk, tokens, self._extras(first, end))
+        extras = self._items_in(first, end)
+        if self._ahead:
+            after = known[c::c].astype("<u4")
+            extras += [
+                keys.Extra(keys.SUCCESSOR, t.tobytes(), chunk=j, offset=c) for j, t in enumerate(after)
+            ]
+        return keys.chain(self.parent(first), c, known[: (end - first) * c], extras)
 
-    def _extras(self, first: int, end: int) -> Sequence[keys.Extra]:
+    def _items_in(self, first: int, end: int) -> list[keys.Extra]:
         if not self._request.mm_features:
-            return ()
+            return []
         if self._items is None or len(self._items) != len(self._request.mm_features):
             self._items = [_item(f) for f in self._request.mm_features]
         extras = []

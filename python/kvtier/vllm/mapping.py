@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -27,11 +27,14 @@ import kvtier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheTensor
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, KVCacheTensor
 
-#: Ranks of one engine that this version joins. More are described by the same
-#: arithmetic, but groups of several ranks are not driven yet.
-MAX_RANKS = 1
+#: Ranks of one engine: what libkvtier joins to a group.
+MAX_RANKS = 64
+
+#: Speculative methods whose draft layers have a KV cache of which the last row of a
+#: prefix depends on one more token, and no other row on any.
+DRAFTS_WITH_KV = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
 
 #: Page formats whose tokens are packed by the kernel and cannot be told apart.
 _OPAQUE_BACKENDS = frozenset({"CPU_ATTN"})
@@ -57,6 +60,37 @@ class Geometry:
     interleave: int  # I
 
 
+@dataclass(frozen=True)
+class Shards:
+    """How tensor parallelism spreads KV heads, and which layers are of a draft."""
+
+    tp: int = 1
+    tp_rank: int = 0
+    heads: int = 0  # KV heads of the target model over all ranks
+    draft_heads: int = 0
+    #: Layers with this number and above belong to a draft; None: there is none.
+    first_draft_layer: int | None = None
+
+    def component(self, name: str, number: int) -> str:
+        if self.first_draft_layer is None:
+            return "target"
+        own = name.startswith("draft_model.") or number >= self.first_draft_layer
+        return "draft" if own else "target"
+
+    def place(self, name: str, component: str, here: int) -> tuple[int, int]:
+        """The global number of this rank's first KV head, and how many ranks have the
+        same heads. ``here``: KV heads of the layer on this rank."""
+        if self.tp == 1:
+            return 0, 1
+        total = self.draft_heads if component == "draft" else self.heads
+        if here != max(1, total // self.tp) or (total % self.tp and self.tp % max(1, total)):
+            raise Unsupported(
+                f"layer {name}: {here} KV heads on one of {self.tp} ranks do not fit the {total} of the model"
+            )
+        replicas = max(1, self.tp // total)
+        return self.tp_rank // replicas * here, replicas
+
+
 @dataclass
 class PageMap:
     """This rank's pages."""
@@ -66,15 +100,13 @@ class PageMap:
     encoding: str
     tokens_per_row: int
     regions: list[kvtier.Region]
-    #: Bytes of one token over all regions, for people.
-    bytes_per_token: float
     #: Keeps the memory alive that the regions point into.
     tensors: list[torch.Tensor] = field(repr=False, default_factory=list)
 
     def chunk_tokens(self, wanted: int) -> int:
-        """The chunk size: whole rows."""
-        rows = self.tokens_per_row * (self.geometry.dcp if self.tokens_per_row > 1 else 1)
-        return -(-wanted // rows) * rows
+        """The chunk size: whole rows. It does not depend on the topology, so that any
+        other one finds the chunks."""
+        return -(-wanted // self.tokens_per_row) * self.tokens_per_row
 
 
 def check_topology(vllm_config: VllmConfig) -> None:
@@ -82,31 +114,62 @@ def check_topology(vllm_config: VllmConfig) -> None:
     p = vllm_config.parallel_config
     if p.prefill_context_parallel_size > 1:
         raise Unsupported("prefill context parallelism is not supported")
-    if p.pipeline_parallel_size > 1:
-        raise Unsupported("pipeline parallelism is not supported yet")
     if p.nnodes > 1:
         raise Unsupported("an engine over several hosts is not supported: its ranks cannot share memory")
     if p.world_size > MAX_RANKS:
         raise Unsupported(
-            f"{p.world_size} ranks (tensor parallelism {p.tensor_parallel_size}) are not supported yet, "
-            f"at most {MAX_RANKS}"
+            f"{p.world_size} ranks (tensor parallelism {p.tensor_parallel_size}, pipeline stages "
+            f"{p.pipeline_parallel_size}) are not supported, at most {MAX_RANKS}"
         )
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        _check_draft(speculative, p)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise Unsupported("KV scales that are computed at run time are not supported: give static ones")
     if getattr(vllm_config.model_config, "is_diffusion", False):
         raise Unsupported("diffusion models are not supported")
 
 
+def _check_draft(speculative: Any, parallel: Any) -> None:
+    """Refuses drafts whose KV rows depend on more than the next token."""
+    if speculative.method not in DRAFTS_WITH_KV:
+        raise Unsupported(f"speculative decoding with {speculative.method} is not supported")
+    if parallel.pipeline_parallel_size > 1:
+        raise Unsupported("draft layers with pipeline parallelism are not supported")
+    if parallel.decode_context_parallel_size > 1 and parallel.cp_kv_cache_interleave_size > 1:
+        raise Unsupported(
+            "speculative decoding with draft layers under decode context parallelism needs an interleave of 1, "
+            f"not {parallel.cp_kv_cache_interleave_size}: set --cp-kv-cache-interleave-size 1"
+        )
+
+
+def shards(vllm_config: VllmConfig) -> Shards:
+    """What this worker's place in its engine says about heads and draft layers."""
+    p, model = vllm_config.parallel_config, vllm_config.model_config
+    draft = vllm_config.speculative_config
+    if draft is not None and not draft.uses_draft_kv_cache():
+        draft = None
+    return Shards(
+        tp=p.tensor_parallel_size,
+        tp_rank=p.rank % p.tensor_parallel_size,  # ranks of a stage follow each other
+        heads=model.get_total_num_kv_heads(),
+        draft_heads=draft.draft_model_config.get_total_num_kv_heads() if draft is not None else 0,
+        first_draft_layer=model.get_total_num_hidden_layers() if draft is not None else None,
+    )
+
+
 def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, dcp_rank: int) -> Geometry:
     """Takes D and I from this worker's configuration: the engine adjusts I in the
     workers only."""
     p = vllm_config.parallel_config
+    spec = _group(kv_cache_config).kv_cache_spec
+    dcp = context_ranks(p.decode_context_parallel_size, spec)
     g = Geometry(
-        block_tokens=_group(kv_cache_config).kv_cache_spec.block_size,
+        block_tokens=spec.block_size,
         num_blocks=kv_cache_config.num_blocks,
-        dcp=p.decode_context_parallel_size,
-        dcp_rank=dcp_rank,
-        interleave=p.cp_kv_cache_interleave_size,
+        dcp=dcp,
+        dcp_rank=dcp_rank if dcp > 1 else 0,
+        interleave=p.cp_kv_cache_interleave_size if dcp > 1 else 1,
     )
     if g.block_tokens % g.interleave:
         raise Unsupported(
@@ -121,10 +184,10 @@ def page_map(
     geometry: Geometry,
     backends: Mapping[str, str],
     kv_dtype: str,
-    head_offset: int = 0,
+    shards: Shards = Shards(),
 ) -> PageMap:
     """Describes the registered caches. ``backends``: attention backend by layer,
-    may be empty. ``head_offset``: global number of this rank's first KV head."""
+    may be empty."""
     group = _group(kv_cache_config)
     specs = _layer_specs(group)
     for name, spec in specs.items():
@@ -142,15 +205,17 @@ def page_map(
             if name not in kv_caches:
                 raise Unsupported(f"layer {name} was not registered")
             spec, cache = specs[name], kv_caches[name]
+            if spec.dcp_sharded != group.kv_cache_spec.dcp_sharded:
+                raise Unsupported(f"layer {name} is not split between ranks as the others are")
             base = _check_address(name, cache, placed, l, kv_cache_config.num_blocks)
-            layer = _Layer(name, numbers[name], spec, cache, placed, base, geometry)
+            layer = _Layer(name, numbers[name], spec, cache, placed, base, geometry, shards)
             backend = backends.get(name, "")
             if backend in _OPAQUE_BACKENDS or (not backend and _packed_by_cpu(cache, spec)):
-                more, encoding = layer.opaque(kv_dtype, head_offset)
+                more, encoding = layer.opaque(kv_dtype)
             elif spec_role(spec) is SparseCacheRole.INDEXER:
                 more, encoding = layer.indexer(), "rows"
             else:
-                more, encoding = layer.rows(head_offset), "rows"
+                more, encoding = layer.rows(), "rows"
             regions += more
             encodings.add(encoding)
             tensors.append(cache)
@@ -167,8 +232,12 @@ def page_map(
         raise Unsupported(
             f"pages of {encoding} cannot be split between tokens: set the DCP interleave to {geometry.block_tokens}"
         )
-    per_token = sum(r.bytes for r in regions) / (geometry.block_tokens if opaque else 1)
-    return PageMap(geometry, encoding, geometry.block_tokens if opaque else 1, regions, per_token, tensors)
+    return PageMap(geometry, encoding, geometry.block_tokens if opaque else 1, regions, tensors)
+
+
+def context_ranks(dcp: int, spec: KVCacheSpec) -> int:
+    """D of a KV group: a cache that DCP does not split is as without DCP."""
+    return dcp if spec.dcp_sharded else 1
 
 
 def spec_role(spec: AttentionSpec) -> SparseCacheRole | None:
@@ -187,8 +256,6 @@ def _group(kv_cache_config: KVCacheConfig):
         raise Unsupported("KV caches that vLLM itself keeps in host memory are not supported")
     if not group.enable_kv_transfer:
         raise Unsupported("the engine excludes its KV cache from transfer")
-    if group.is_eagle_group:
-        raise Unsupported("draft layers (EAGLE, MTP) with a KV cache are not supported yet")
     return group
 
 
@@ -269,8 +336,15 @@ def _layer_numbers(names: list[str]) -> dict[str, int]:
 class _Layer:
     """One layer's cache, being turned into regions."""
 
-    def __init__(self, name, number, spec, cache, placed, base, geometry) -> None:
-        self.name, self.number, self.spec, self.geometry = name, number, spec, geometry
+    def __init__(self, name, number, spec, cache, placed, base, geometry, shards) -> None:
+        self.name, self.number, self.spec = name, number, spec
+        self.component = shards.component(name, number)
+        if isinstance(spec, MLAAttentionSpec):
+            self.first_head, replicas = 0, shards.tp  # every rank has the whole latent
+        else:
+            self.first_head, replicas = shards.place(name, self.component, spec.num_kv_heads)
+        # More ranks than DCP has parts: some hold the same rows.
+        self.replicated = replicas > geometry.dcp
         self.base = base
         self.block_stride = placed.block_stride
         unit = cache.element_size()
@@ -288,36 +362,40 @@ class _Layer:
         return kvtier.Region(
             group=0,
             name=name,
-            component="target",
+            component=self.component,
             layer=self.number,
             head=head,
             bytes=bytes_,
-            # A cache that DCP does not split holds every row on every rank.
-            replicated=self.geometry.dcp > 1 and not self.spec.dcp_sharded,
+            replicated=self.replicated,
             base=self.base + at,
             block_stride=self.block_stride,
             token_stride=token_stride,
         )
 
-    def rows(self, head_offset: int) -> list[kvtier.Region]:
-        """Pages whose tokens lie a constant distance apart."""
+    def rows(self) -> list[kvtier.Region]:
+        """Pages whose tokens lie a constant distance apart: a region a head, whether
+        the heads of a token lie together or the tokens of a head."""
         c, h = self.content, self.heads
-        if h == 1 or self.head_stride == c:
-            # Token-major: all heads of a token lie together. Kernel blocks follow
-            # each other without a gap, so splitting a block changes nothing.
-            if self.token_stride != h * c:
-                raise Unsupported(
-                    f"layer {self.name}: tokens are {self.token_stride} bytes apart, not {h * c}"
-                )
-            return [self._region("kv", -1, h * c, 0, h * c)]
-        if self.token_stride != c:
+        if isinstance(self.spec, MLAAttentionSpec):
+            if h != 1 or self.token_stride != c:
+                raise Unsupported(f"layer {self.name}: tokens are {self.token_stride} bytes apart, not {c}")
+            return [self._region("kv", -1, c, 0, c)]
+        if h != self.spec.num_kv_heads:
+            raise Unsupported(f"layer {self.name}: pages that keep keys and values apart are not supported")
+        # Kernel blocks of token-major pages follow each other without a gap, so
+        # splitting a block changes nothing.
+        token_major = self.token_stride == h * c and (h == 1 or self.head_stride == c)
+        if not token_major and self.token_stride != c:
             raise Unsupported(f"layer {self.name}: strides that are neither token-major nor head-major")
-        if self.ratio > 1:
+        if not token_major and self.ratio > 1:
             raise Unsupported(
                 f"layer {self.name}: head-major pages that are split into kernel blocks are not supported; "
                 f"set the block size to {self.tokens}"
             )
-        return [self._region("kv", head_offset + i, c, i * self.head_stride, c) for i in range(h)]
+        head_stride = c if token_major else self.head_stride
+        return [
+            self._region("kv", self.first_head + i, c, i * head_stride, self.token_stride) for i in range(h)
+        ]
 
     def indexer(self) -> list[kvtier.Region]:
         """A sparse indexer's page: all values of the block, then all scales."""
@@ -333,7 +411,7 @@ class _Layer:
             self._region("indexer.scale", -1, scale, after_values, scale),
         ]
 
-    def opaque(self, kv_dtype: str, head_offset: int) -> tuple[list[kvtier.Region], str]:
+    def opaque(self, kv_dtype: str) -> tuple[list[kvtier.Region], str]:
         """Pages of vLLM's CPU attention: per head, keys transposed or packed into
         tiles as the instruction set likes it, then values."""
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -349,4 +427,5 @@ class _Layer:
             f"cpu_attn-1 isa={isa} dtype={element} kv={kv_dtype} block={spec.block_size} "
             f"head={spec.head_size}+{spec.head_size_v}"
         )
-        return [self._region("kv", head_offset + i, block, i * block, 0) for i in range(self.heads)], encoding
+        regions = [self._region("kv", self.first_head + i, block, i * block, 0) for i in range(self.heads)]
+        return regions, encoding

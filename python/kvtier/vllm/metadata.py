@@ -66,6 +66,8 @@ class KVTierHandshake(KVConnectorHandshakeMetadata):
 
     root: str
     group: str
+    #: D, I and B as this rank has them; 0 when it does not take part.
+    dcp: int
     interleave: int
     block_tokens: int
     rank: int

@@ -21,8 +21,10 @@ from vllm.v1.request import RequestStatus
 
 import kvtier
 
+from .identity import has_draft_layers
 from .keychain import MAX_KEYS, KeyChain, LoRADigests, NotIdentified, Roots, check_identifiable
 from .leases import Incarnation, Leases, Patience
+from .mapping import context_ranks
 from .metadata import KVTierHandshake, KVTierMetadata, LoadPlan, StorePlan
 from .settings import Settings
 from .stats import LOG_S, KVTierStats, drain_records, logger
@@ -53,6 +55,10 @@ def group_name(engine_id: str) -> str:
     return name
 
 
+class Misfit(ValueError):
+    """The ranks have another geometry than this scheduler."""
+
+
 class SchedulerHalf:
     """See the module. Not thread-safe; vLLM calls it from one thread."""
 
@@ -73,6 +79,13 @@ class SchedulerHalf:
         group = kv_cache_config.kv_cache_groups[0] if kv_cache_config.kv_cache_groups else None
         self._block_tokens = group.kv_cache_spec.block_size if group else 0
         self._dcp = parallel.decode_context_parallel_size
+        if group:
+            self._dcp = context_ranks(self._dcp, group.kv_cache_spec)
+        # As configured. What the ranks say counts; nothing here depends on it.
+        self._interleave = parallel.cp_kv_cache_interleave_size
+        # Tokens after a chunk that its key names: a draft layer's last row depends on
+        # the next one.
+        self._ahead = 1 if has_draft_layers(vllm_config) else 0
 
         self._cache: kvtier.Cache | None = None
         self._coordinator: kvtier.Coordinator | None = None
@@ -112,7 +125,11 @@ class SchedulerHalf:
             logger.info("kvtier: the group is not accepted yet; until it is, every lookup is a miss")
 
     def check_handshake(self, workers: Sequence[KVTierHandshake]) -> None:
-        """Compares what the workers registered with what this half sees."""
+        """Compares what the workers registered with what this half sees. Geometry comes
+        from the ranks: a scheduler that counts other tokens to a block stays out."""
+        here = sorted(w.rank for w in workers)
+        if here != list(range(self._ranks)):
+            raise ValueError(f"{self._ranks} workers are expected, those of ranks {here} are here")
         for w in workers:
             where = f"worker rank {w.rank}"
             if w.off:
@@ -122,12 +139,14 @@ class SchedulerHalf:
                 "group": self._group,
                 "root": root_of(self._settings),
                 "ranks": self._ranks,
+                "decode context parallel size": self._dcp,
                 "block size": self._block_tokens,
             }
             theirs = {
                 "group": w.group,
                 "root": w.root,
                 "ranks": w.ranks,
+                "decode context parallel size": w.dcp,
                 "block size": w.block_tokens,
             }
             for what, value in mine.items():
@@ -135,8 +154,16 @@ class SchedulerHalf:
                     raise ValueError(
                         f"scheduler and {where} disagree on the {what}: {value!r} and {theirs[what]!r}"
                     )
-        if len({w.interleave for w in workers}) > 1:
-            raise ValueError("the workers disagree on the interleave")
+        interleaves = {w.interleave for w in workers}
+        if len(interleaves) > 1:
+            raise ValueError(f"the workers disagree on the interleave: {sorted(interleaves)}")
+        if self._dcp > 1 and interleaves != {self._interleave}:
+            logger.warning(
+                "kvtier: the workers interleave by %d tokens, the scheduler is configured for %d; "
+                "what the workers do counts",
+                interleaves.pop(),
+                self._interleave,
+            )
 
     def switch_off(self, why: str) -> None:
         """Misses from now on; loads in flight are still followed to their end."""
@@ -179,6 +206,9 @@ class SchedulerHalf:
             self._refused = session
             logger.error("kvtier: the leader refused this engine; every lookup is a miss: %s", e)
             return 0
+        except Misfit as e:
+            self.switch_off(str(e))
+            return 0
         return self._session
 
     def _detach(self) -> int:
@@ -189,7 +219,7 @@ class SchedulerHalf:
         """A leader session begins. What an earlier leader held in DRAM is gone, so
         every request offers its chunks anew; leases of the old session are void."""
         if accepted.block_tokens != self._block_tokens or accepted.dcp != self._dcp:
-            raise ValueError(
+            raise Misfit(
                 f"the group was accepted with blocks of {accepted.block_tokens} tokens on {accepted.dcp} "
                 f"ranks, the scheduler has {self._block_tokens} on {self._dcp}"
             )
@@ -210,8 +240,8 @@ class SchedulerHalf:
         if self._roots is None or not (t.may_load or t.may_store):
             return
         try:
-            check_identifiable(t.request)
-            t.chain = KeyChain(t.request, self._roots.root(t.request, t.epoch), self._chunk)
+            check_identifiable(t.request, self._chunk, self._ahead)
+            t.chain = KeyChain(t.request, self._roots.root(t.request, t.epoch), self._chunk, self._ahead)
         except NotIdentified as e:
             self._exclude(t, str(e))
 
@@ -237,14 +267,18 @@ class SchedulerHalf:
     def _worth_asking(self, t: Tracked, local: int = 0) -> bool:
         if not t.may_load or t.chain is None:
             return False
-        end = min(t.request.num_tokens // self._chunk, t.limit) * self._chunk
+        end = min(self._full_chunks(t.request), t.limit) * self._chunk
         return end - local >= max(self._settings.min_load_tokens, 1)
+
+    def _full_chunks(self, request: Request) -> int:
+        """Chunks that have a key: all their tokens are known, and those the key names."""
+        return (request.num_tokens - self._ahead) // self._chunk
 
     def _begin(self, t: Tracked, session: int, now: float) -> Incarnation | None:
         """Begins an incarnation and asks for all full chunks known. None: there are no
         keys for the tokens of this request."""
         self._end_incarnation(t)
-        n = min(t.request.num_tokens // self._chunk, t.limit, MAX_KEYS)
+        n = min(self._full_chunks(t.request), t.limit, MAX_KEYS)
         try:
             keys = t.chain.lookup(n)
         except (OverflowError, TypeError, ValueError) as e:
@@ -361,7 +395,7 @@ class SchedulerHalf:
     def build_connector_meta(self, output: SchedulerOutput, meta: KVTierMetadata) -> None:
         """Fills in the metadata of a step. Loads come first: they must travel, also
         when the rest fails."""
-        meta.loads, self._planned = self._planned, []
+        meta.loads = self.take_planned()
         now = self._clock()
         if now - self._logged_at > LOG_S and self._cache is not None:
             self._logged_at = now
@@ -374,6 +408,12 @@ class SchedulerHalf:
         self._store(meta, output, session)
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id, session, now)
+
+    def take_planned(self) -> list[LoadPlan]:
+        """Loads that have not travelled: a step's metadata must carry them, whatever
+        else failed."""
+        planned, self._planned = self._planned, []
+        return planned
 
     def _preempted(self, request_id: str, session: int, now: float) -> None:
         """Asks at once for what a preempted request will need again."""
@@ -396,7 +436,7 @@ class SchedulerHalf:
             r = t.request
             # Capped by what is known: drafts and tokens still being sampled are
             # scheduled, but not final.
-            end = min(r.num_computed_tokens + scheduled, r.num_tokens)
+            end = min(r.num_computed_tokens + scheduled, r.num_tokens - self._ahead)
             if not self._settings.save_generated:
                 end = min(end, r.num_prompt_tokens)
             end //= self._chunk
@@ -437,6 +477,10 @@ class SchedulerHalf:
     def _offer(self, t: Tracked, end: int) -> kvtier.StoreRequest | None:
         """Asks for slots for chunks cursor..end, whose tokens are computed when this
         step has run."""
+        if self._ahead:
+            # The token after the last computed one may have been replaced; the key that
+            # named it is of another prefix.
+            t.cursor = min(t.cursor, max(t.request.num_computed_tokens - self._ahead, 0) // self._chunk)
         t.chain.truncate(max(t.cursor, t.request.num_computed_tokens // self._chunk))
         try:
             t.chain.extend(end)
@@ -448,7 +492,7 @@ class SchedulerHalf:
             first_ordinal=t.cursor,
             parent=t.chain.parent(t.cursor),
             keys=t.chain.kept(t.cursor, end),
-            no_disk=bool(t.epoch),
+            no_disk=bool(t.epoch) or t.memory_only,
         )
 
     def _plan(
@@ -533,6 +577,16 @@ class SchedulerHalf:
         self._retired[request.request_id] = t.load
         if self._coordinator is not None:
             self._coordinator.cancel(t.load.op, False)
+
+    def forget(self, request_id: str) -> None:
+        """Does nothing more for a request; a load of it is followed to its end."""
+        t = self._tracked.pop(request_id, None)
+        if t is None:
+            return
+        if t.load is None:
+            self._end_incarnation(t)
+        else:
+            self._retired[request_id] = t.load
 
     def reset_cache(self) -> None:
         """New weights, or nobody knows: a new epoch, whose keys nobody has. Requests

@@ -33,13 +33,16 @@ class Tracked:
 
     __slots__ = (
         "request", "may_load", "may_store", "epoch", "chain", "cursor", "declined_at",
-        "frozen", "limit", "local", "incarnation", "load", "sources",
+        "frozen", "limit", "local", "incarnation", "load", "sources", "memory_only",
     )  # fmt: skip
 
-    def __init__(self, request: Request, epoch: bytes, may_load: bool, may_store: bool) -> None:
+    def __init__(
+        self, request: Request, epoch: bytes, may_load: bool, may_store: bool, memory_only: bool = False
+    ) -> None:
         self.request = request
         self.may_load = may_load
         self.may_store = may_store
+        self.memory_only = memory_only  # what it stores is not written to disk on its behalf
         self.epoch = epoch
         self.chain: KeyChain | None = None  # None: no fingerprint yet, or not identified
         self.cursor = 0  # chunks that need no offer any more
@@ -52,14 +55,16 @@ class Tracked:
         self.sources: dict[CacheHitSource, int] = {}
 
 
-def wishes(request: Request) -> tuple[bool, bool]:
-    """Whether a request may load and may store, by what it asks for."""
+def wishes(request: Request) -> tuple[bool, bool, bool]:
+    """What a request asks for: whether it may load, may store, and stores in memory
+    only."""
     params = request.kv_transfer_params
     mine = params.get("kvtier") if isinstance(params, dict) else None
     mine = mine if isinstance(mine, dict) else {}
     load = mine.get("load", True) is not False
     store = mine.get("store", True) is not False
+    memory_only = mine.get("disk", True) is False
     sampling = request.sampling_params
     if request.skip_reading_prefix_cache or (sampling is not None and sampling.prompt_logprobs is not None):
         load = False
-    return load, store
+    return load, store, memory_only

@@ -78,8 +78,8 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         self._group = group_name(vllm_config.kv_transfer_config.engine_id)
-        self._number = vllm_config.parallel_config.rank
         self._ranks = vllm_config.parallel_config.world_size
+        self._number = vllm_config.parallel_config.rank % self._ranks
         self._why_off = ""
         self._logged_at = 0.0
 
@@ -101,11 +101,14 @@ class WorkerHalf:
         kvtier.Error, each with a sentence for the operator."""
         mapping.check_topology(self._config)
         who = identity.describe(self._config)
-        if who.draft:
-            raise mapping.Unsupported("speculative decoding with a draft model is not supported yet")
         geometry = mapping.geometry(self._config, self._kv_cache_config, _dcp_rank(self._config))
         pages = mapping.page_map(
-            kv_caches, self._kv_cache_config, geometry, _backends(self._config, kv_caches), who.kv_dtype
+            kv_caches,
+            self._kv_cache_config,
+            geometry,
+            _backends(self._config, kv_caches),
+            who.kv_dtype,
+            mapping.shards(self._config),
         )
         chunk = pages.chunk_tokens(self._settings.chunk_tokens)
         if chunk != self._settings.chunk_tokens:
@@ -171,26 +174,42 @@ class WorkerHalf:
             raise e
 
     def _announce(self, a: kvtier.Accepted, who: identity.Identity) -> None:
-        """One line that says what the cache will do."""
+        """One line an engine that says what the cache will do."""
+        if self._number != 0:
+            return
         state, detail = self._cache.state()
+        # Of several ranks none knows what a row of all is wide; a slot has it, padded.
+        bytes_per_token = a.slot_bytes // a.chunk_tokens
+        if self._ranks == 1:
+            bytes_per_token = sum(r.bytes for r in self._pages.regions) // self._pages.tokens_per_row
         dram = a.slots * a.chunk_tokens
         disk = "no disk"
         if a.disk_bytes:
             held = a.disk_bytes // (a.slot_bytes + 4096) * a.chunk_tokens
             disk = f"{held} tokens on {a.disk_bytes / (1 << 30):.1f} GiB of disk"
         logger.info(
-            "kvtier: %s (%s), namespace %s: %s, %d bytes a token, chunks of %d tokens; "
+            "kvtier: %s (%s), namespace %s: %s, %d bytes a token%s, chunks of %d tokens; "
             "%d tokens fit in %.1f GiB of DRAM, %s",
             state,
             detail,
             a.fingerprint.hex()[:16],
             who.model,
-            self._pages.bytes_per_token,
+            bytes_per_token,
+            f" on {self._ranks} ranks" if self._ranks > 1 else "",
             a.chunk_tokens,
             dram,
             a.slots * a.slot_bytes / (1 << 30),
             disk,
         )
+
+    @property
+    def cache_of_rank_0(self) -> kvtier.Cache | None:
+        """The open cache of the rank that speaks for the engine; None for the others."""
+        return self._cache if self._number == 0 else None
+
+    def will_report(self, op: int) -> bool:
+        """Whether a report about a load is still to come; until then a copy may run."""
+        return op in self._running or self._stopping is not None
 
     @property
     def is_off(self) -> bool:
@@ -223,16 +242,16 @@ class WorkerHalf:
             cache.close(self._settings.close_timeout_s)
 
     def handshake(self) -> KVTierHandshake:
-        p = self._config.parallel_config
-        groups = self._kv_cache_config.kv_cache_groups
+        g = self._pages.geometry if self._pages is not None else None
         return KVTierHandshake(
             root=root_of(self._settings),
             group=self._group,
-            interleave=p.cp_kv_cache_interleave_size,
-            block_tokens=groups[0].kv_cache_spec.block_size if groups else 0,
+            dcp=g.dcp if g else 0,
+            interleave=g.interleave if g else 0,
+            block_tokens=g.block_tokens if g else 0,
             rank=self._number,
             ranks=self._ranks,
-            off=self._why_off,
+            off=self._why_off or ("" if g else "it registered no KV cache"),
         )
 
     # ---- step -------------------------------------------------------------------

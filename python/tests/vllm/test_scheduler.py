@@ -562,7 +562,7 @@ def test_wrong_library_settings(make, tmp_path):
 
 def test_unsupported_topology(make, monkeypatch):
     monkeypatch.setattr("kvtier.vllm.mapping.MAX_RANKS", 0)
-    with pytest.raises(mapping.Unsupported, match="not supported yet"):
+    with pytest.raises(mapping.Unsupported, match="1 ranks .* are not supported"):
         Engine()
     e = make(extra={"required": False})
     e.add(DOC)
