@@ -68,9 +68,11 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def prefix_hashes(tokens: list[int], start: int = 7) -> np.ndarray:
-    out, v = [], start
-    for t in tokens:
+def prefix_hashes(tokens: list[int], world: int = 0, at: int = 0) -> np.ndarray:
+    out, v = [], 7
+    for i, t in enumerate(tokens):
+        if world and i == at:
+            v ^= mix(world)
         v = mix(v ^ (t * 0x1000193 & M64))
         out.append(v)
     return np.array(out, np.uint64)
@@ -137,17 +139,23 @@ def _config(block: int, recognisable: bool, max_len: int) -> VllmConfig:
 class Sequence:
     """What a request should be: its tokens, with those the model will sample.
 
-    ``world`` stands for all that its KV depends on besides the tokens (an image, an
-    adapter): no two worlds have a byte of KV in common. ``luck`` tells apart the
-    sampling of requests with the same prompt."""
+    ``world`` stands for what its KV depends on besides the tokens (an image, an
+    adapter) from position ``at`` on: no two worlds have KV in common there. ``luck``
+    tells apart the sampling of requests with the same prompt."""
 
     def __init__(
-        self, request_id: str, prompt: list[int], max_new: int, world: int = 0, luck: int = 0
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_new: int,
+        world: int = 0,
+        at: int = 0,
+        luck: int = 0,
     ) -> None:
         self.id = request_id
         self.prompt_len, self.max_new = len(prompt), max_new
         tokens = list(prompt)
-        v = prefix_hashes(tokens, mix(world) if world else 7).tolist()
+        v = prefix_hashes(tokens, world, at).tolist()
         for _ in range(max_new + 8):
             t = next_token(mix(v[-1] ^ luck) if luck else v[-1])
             tokens.append(t)
@@ -300,10 +308,11 @@ class Engine:
         max_new: int = 4,
         request_id: str | None = None,
         world: int = 0,
+        at: int = 0,
         luck: int = 0,
         **kw,
     ) -> Sequence:
-        q = Sequence(request_id or f"r{len(self.sequences)}", prompt, max_new, world, luck)
+        q = Sequence(request_id or f"r{len(self.sequences)}", prompt, max_new, world, at, luck)
         params = kw.pop("sampling", {})
         q.request = Request(
             request_id=q.id,
