@@ -154,6 +154,7 @@ const char *kvt_strerror(int32_t code)
     case KVT_E_FORKED: return "called in a forked child";
     case KVT_E_CLOSED: return "closed";
     case KVT_E_INTERNAL: return "defect of the library";
+    case KVT_E_SELFTEST: return "self-test failed";
     }
     return "unknown code";
 }

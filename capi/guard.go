@@ -82,6 +82,7 @@ var codes = []struct {
 	{chunk.ErrTokens, C.KVT_E_ARG},
 	{chunk.ErrNamespace, C.KVT_E_ARG},
 	{chunk.ErrTooLarge, C.KVT_E_ARG},
+	{kvtier.ErrSelfTest, C.KVT_E_SELFTEST},
 	{kvtier.ErrClosed, C.KVT_E_CLOSED},
 	{kvtier.ErrMiss, C.KVT_E_MISS},
 	{kvtier.ErrDeclined, C.KVT_E_DECLINED},

@@ -112,6 +112,17 @@ func go_kvt_rank_ready(h C.kvt_rank, timeout C.int64_t, out *C.kvt_accepted, e *
 	return C.KVT_OK
 }
 
+//export go_kvt_selftest
+func go_kvt_selftest(h C.kvt_rank, flags, timeout C.uint32_t, e *C.shim_error) (rc C.int32_t) {
+	defer guard(&rc, e)
+	defer hostMemory()()
+	r, err := object[*rank](uint64(h))
+	if err != nil {
+		return fail(e, err)
+	}
+	return result(e, r.SelfTest(flags&C.KVT_SELFTEST_PAGES != 0, milliseconds(C.int64_t(timeout))))
+}
+
 //export go_kvt_store
 func go_kvt_store(h C.kvt_rank, p unsafe.Pointer, e *C.shim_error) (rc C.int32_t) {
 	defer guard(&rc, e)

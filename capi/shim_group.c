@@ -193,6 +193,14 @@ int32_t kvt_rank_ready(kvt_rank rank, int64_t timeout_ms, kvt_accepted *out)
     return KVT_OK;
 }
 
+int32_t kvt_selftest(kvt_rank rank, uint32_t flags, uint32_t timeout_ms)
+{
+    SHIM_ENTER();
+    SHIM_REQUIRE((flags & ~KVT_SELFTEST_PAGES) == 0, "flags has unknown bits");
+    SHIM_REQUIRE(timeout_ms <= 60000, "timeout_ms must be at most 60,000");
+    return go_kvt_selftest(rank, flags, timeout_ms, shim_message());
+}
+
 int32_t kvt_store(kvt_rank rank, const kvt_store_op *op)
 {
     SHIM_ENTER();

@@ -71,7 +71,7 @@ extern "C" {
 
 /* The ABI version: the major grows when a program must be recompiled. */
 #define KVT_ABI_MAJOR 1
-#define KVT_ABI_MINOR 0
+#define KVT_ABI_MINOR 1
 #define KVT_ABI_VERSION ((uint32_t)((KVT_ABI_MAJOR << 16) | KVT_ABI_MINOR))
 
 /* Set struct_size of a struct and zero the rest. */
@@ -104,6 +104,7 @@ typedef struct kvt_key { uint8_t b[32]; } kvt_key;
 #define KVT_E_FORKED (-15)      /* called in a forked child */
 #define KVT_E_CLOSED (-16)
 #define KVT_E_INTERNAL (-17)    /* a defect of the library; it switched itself off where it happened */
+#define KVT_E_SELFTEST (-18)    /* kvt_selftest brought other bytes back: do not use the cache */
 
 /* Static text of a code, never NULL. */
 KVT_API const char *kvt_strerror(int32_t code);
@@ -326,6 +327,23 @@ KVT_API int32_t kvt_register(kvt_cache cache, const char *json, size_t len, cons
  * touched any more. KVT_E_TIMEOUT: they may be, and the handle stays; call again. */
 KVT_API int32_t kvt_unregister(kvt_rank rank, int64_t timeout_ms);
 KVT_API int32_t kvt_rank_ready(kvt_rank rank, int64_t timeout_ms, kvt_accepted *out);
+
+#define KVT_SELFTEST_PAGES 1u  /* through this rank's own pages, which nobody else may use meanwhile */
+
+/* Sends a pattern from the pages of all ranks of the group through the arena and the
+ * disk, if there is one, and back, and compares every byte. All ranks call it, each in
+ * its process or thread, when the group is accepted and before the first request; it
+ * blocks for up to timeout_ms (at most 60,000). Without KVT_SELFTEST_PAGES, or with
+ * fewer pages than a chunk needs, private memory stands for the pages; with it they
+ * hold afterwards what they held before, whatever the verdict, and block 0 is not
+ * touched. Nothing of the test stays in the cache.
+ *
+ * All ranks get the same verdict: KVT_OK. KVT_E_SELFTEST: bytes came back wrong, or a
+ * region reaches memory that is not there; kvt_last_error names rank, region, token
+ * and byte. KVT_E_TIMEOUT: not all ranks came to the end in time, or one ended:
+ * nothing is proven, the cache can be used. Besides KVT_E_NO_LEADER (no accepted
+ * group), KVT_E_BUSY (a self-test of this rank runs), KVT_E_CLOSED. */
+KVT_API int32_t kvt_selftest(kvt_rank rank, uint32_t flags, uint32_t timeout_ms);
 
 typedef struct kvt_grant { uint32_t index, slot, generation, reserved; } kvt_grant;  /* index: key number in the op */
 

@@ -214,6 +214,18 @@ public:
         return out;
     }
 
+    // Proves that what the ranks of the group store comes back. All of them call it,
+    // before the first request. False: not all ranks came in time, nothing is proven.
+    // Throws an error with KVT_E_SELFTEST when bytes came back wrong.
+    bool selftest(bool pages, std::uint32_t timeout_ms)
+    {
+        std::int32_t code = kvt_selftest(handle_.get(), pages ? KVT_SELFTEST_PAGES : 0, timeout_ms);
+        if (code == KVT_E_TIMEOUT)
+            return false;
+        check(code);
+        return true;
+    }
+
     // False: of another leader session, nothing was done.
     bool store(const kvt_store_op &op)
     {

@@ -25,7 +25,17 @@ from .coordinator import (
     Hits,
     StoreRequest,
 )
-from .errors import ConfigError, Error, Forked, LeaseLost, LibraryNotFound, NoLeader, Refused, Timeout
+from .errors import (
+    ConfigError,
+    Error,
+    Forked,
+    LeaseLost,
+    LibraryNotFound,
+    NoLeader,
+    Refused,
+    SelfTestFailed,
+    Timeout,
+)
 from .rank import Rank, Region
 
 __version__ = "0.1.0"
@@ -56,6 +66,7 @@ __all__ = [
     "Record",
     "Refused",
     "Region",
+    "SelfTestFailed",
     "StoreRequest",
     "Timeout",
     "keys",

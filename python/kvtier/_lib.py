@@ -191,6 +191,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "kvt_register": (_u64, _text, _size, ctypes.POINTER(Region), _size, _out64),
     "kvt_unregister": (_u64, _i64),
     "kvt_rank_ready": (_u64, _i64, ctypes.POINTER(Accepted)),
+    "kvt_selftest": (_u64, _u32, _u32),
     "kvt_store": (_u64, ctypes.POINTER(StoreOp)),
     "kvt_load": (_u64, ctypes.POINTER(LoadOp)),
     "kvt_load_cancel": (_u64, _u64),

@@ -23,6 +23,7 @@ E_NOT_SUPPORTED = -14
 E_FORKED = -15
 E_CLOSED = -16
 E_INTERNAL = -17
+E_SELFTEST = -18
 
 
 class Error(Exception):
@@ -61,6 +62,10 @@ class Forked(Error):
     """This process was forked from one that had loaded the library."""
 
 
+class SelfTestFailed(Error):
+    """A self-test brought other bytes back than went in; the message says which."""
+
+
 class LibraryNotFound(Error):
     """libkvtier.so is missing, cannot be loaded, or is of another version."""
 
@@ -71,6 +76,7 @@ _CLASSES: dict[int, type[Error]] = {
     E_TIMEOUT: Timeout,
     E_NO_LEADER: NoLeader,
     E_FORKED: Forked,
+    E_SELFTEST: SelfTestFailed,
 }
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _REPLICATED, _ALL_ROWS = 1, 2
 CLOSE_TIMEOUT_S = 10.0
+_SELFTEST_PAGES = 1
+SELFTEST_LONGEST_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,19 @@ class Rank(Closing):
         """Waits until the group is accepted. Raises Timeout, Refused."""
         handle = self._handle.use()
         return wait_accepted(self._lib, lambda ms, out: self._lib.rank_ready(handle, ms, out), timeout_s)
+
+    def selftest(self, pages: bool, timeout_s: float) -> None:
+        """Proves that what the ranks of the group store comes back: a pattern goes
+        from the pages of all of them through DRAM and disk and back. All ranks call
+        it, once they are ready and before the first request. ``pages``: through this
+        rank's own pages, which nobody else may use meanwhile and which are restored
+        in every case; else private memory stands for them. Blocks for up to
+        ``timeout_s`` (at most 60). All ranks get the same verdict: return;
+        :class:`SelfTestFailed`, which names rank, region, token and byte;
+        :class:`Timeout`, when not all ranks came to the end: nothing is proven. Besides
+        :class:`NoLeader`."""
+        ms = min(_lib.milliseconds(timeout_s), SELFTEST_LONGEST_MS)
+        self._lib.check(self._lib.selftest(self._handle.use(), _SELFTEST_PAGES if pages else 0, ms))
 
     def store(self, op: int, session: int, first_ordinal: int, grants: Any, blocks: Any) -> bool:
         """Copies this rank's rows of the granted chunks into their slots, in this

@@ -260,3 +260,59 @@ def test_reset(engine: Engine) -> None:
     a, b = engine.coordinator.reset(), engine.coordinator.reset()
     assert len(a) == len(b) == 16 and a != b
     keys.root(engine.accepted.fingerprint, [keys.Extra(keys.EPOCH, a)])
+
+
+def test_selftest_restores_the_pages(engine: Engine) -> None:
+    rng = np.random.default_rng(3)
+    engine.pages[:] = rng.integers(0, 256, engine.pages.shape, dtype=np.uint8)
+    before = engine.pages.copy()
+    for pages in (True, False):
+        engine.rank.selftest(pages, SOON)
+        assert (engine.pages == before).all()
+    stats = engine.cache.stats()["leader"]
+    assert stats["self_tests"] == {"begun": 2, "passed": 2, "failed": 0, "timed_out": 0}
+    assert stats["stores"]["granted"] == 0
+
+
+def test_selftest_sees_regions_that_overlap(tmp_path: Path) -> None:
+    pages = np.full((BLOCKS, B, 2 * WIDTH), UNTOUCHED, np.uint8)
+    regions = [
+        kvtier.Region(
+            group=0, name="kv", component="target", layer=i, head=-1, bytes=WIDTH, replicated=False,
+            base=pages.ctypes.data + i * (WIDTH - 1), block_stride=2 * B * WIDTH, token_stride=2 * WIDTH,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    with kvtier.Cache.open(settings(tmp_path / "kv")) as cache:
+        rank = cache.register(DESCRIPTION, regions)
+        rank.ready(SOON)
+        with pytest.raises(kvtier.SelfTestFailed, match=r"rank 0: .*layer 0.*token 0.*byte 23") as failed:
+            rank.selftest(True, SOON)
+        assert failed.value.code == errors.E_SELFTEST
+        assert (pages == UNTOUCHED).all()
+        rank.close()
+
+
+def test_selftest_alone_is_bounded(tmp_path: Path) -> None:
+    with kvtier.Cache.open(settings(tmp_path / "kv")) as cache:
+        shared = {**DESCRIPTION, "ranks": 2, "dcp": 2, "interleave": B}
+        pages = np.full((2, BLOCKS, B, WIDTH), UNTOUCHED, np.uint8)
+        ranks = [
+            cache.register(
+                {**shared, "rank": r, "dcp_rank": r},
+                [
+                    kvtier.Region(
+                        group=0, name="kv", component="target", layer=0, head=-1, bytes=WIDTH, replicated=False,
+                        base=pages[r].ctypes.data, block_stride=B * WIDTH, token_stride=WIDTH,
+                    )
+                ],
+            )
+            for r in range(2)
+        ]  # fmt: skip
+        for rank in ranks:
+            rank.ready(SOON)
+        with pytest.raises(kvtier.Timeout, match=r"ranks \[1\] did not come"):
+            ranks[0].selftest(True, 0.2)
+        assert (pages == UNTOUCHED).all()
+        for rank in ranks:
+            rank.close()

@@ -101,14 +101,14 @@ static unsigned over_token(const struct pages *p, const uint32_t *table, uint32_
     return bad;
 }
 
-static void fill_tokens(const struct pages *p, const uint32_t *table, uint32_t tokens)
+static inline void fill_tokens(const struct pages *p, const uint32_t *table, uint32_t tokens)
 {
     for (uint32_t t = 0; t < tokens; t++)
         over_token(p, table, t, 1, 0);
 }
 
 /* The tokens [lo, hi) of `tokens` are right, and no other byte was touched. */
-static void check_tokens(const struct pages *p, const uint32_t *table, uint32_t tokens, uint32_t lo, uint32_t hi)
+static inline void check_tokens(const struct pages *p, const uint32_t *table, uint32_t tokens, uint32_t lo, uint32_t hi)
 {
     for (uint32_t t = 0; t < tokens; t++) {
         unsigned bad = over_token(p, table, t, 0, t >= lo && t < hi ? -1 : UNTOUCHED);
@@ -133,7 +133,7 @@ static kvt_rank register_pages(kvt_cache cache, const char *group, const struct 
 }
 
 /* The next completion, waited for behind the eventfd. */
-static kvt_event next_event(kvt_cache cache)
+static inline kvt_event next_event(kvt_cache cache)
 {
     kvt_event event;
     kvt_record records[16];
@@ -154,7 +154,7 @@ static kvt_event next_event(kvt_cache cache)
 }
 
 /* Waits until the leading n keys are verified in DRAM and pinned by this lease. */
-static void lease_all(kvt_coord coord, uint64_t lease, const kvt_key *keys, size_t n)
+static inline void lease_all(kvt_coord coord, uint64_t lease, const kvt_key *keys, size_t n)
 {
     kvt_hits hits;
     uint32_t answer = 0;

@@ -90,6 +90,9 @@ static void bad_handles(kvt_cache cache)
         CHECK_RC(kvt_load(h, &load), KVT_E_HANDLE);
         CHECK_RC(kvt_load_cancel(h, 1), KVT_E_HANDLE);
         CHECK_RC(kvt_fence(h, NULL, 0, 0), KVT_E_HANDLE);
+        CHECK_RC(kvt_selftest(h, KVT_SELFTEST_PAGES, 10), KVT_E_HANDLE);
+        CHECK_RC(kvt_selftest(h, 2, 10), KVT_E_ARG);
+        CHECK_RC(kvt_selftest(h, 0, 60001), KVT_E_ARG);
     }
     /* A handle of another kind. */
     CHECK_RC(kvt_blob_close(cache), KVT_E_HANDLE);
@@ -129,7 +132,7 @@ static void bad_arguments(kvt_cache cache)
     CHECK(fd >= 0);
 
     CHECK_RC(kvt_blob_open(cache, "{\"modle\": 1}", 12, &blob), KVT_E_CONFIG);
-    CHECK_SAYS("chunk_bytes"); /* one of those that are known */
+    CHECK_SAYS("the nearest one is");
     CHECK_RC(kvt_blob_open(cache, "{\"model\": \"m\"}", 14, &blob), KVT_E_ARG);
     OK(kvt_blob_open(cache, model, sizeof model - 1, &blob));
     CHECK_RC(kvt_put(blob, NULL, NULL, 0, model, 4096, 0), KVT_E_ARG);

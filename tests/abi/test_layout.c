@@ -58,9 +58,9 @@ int main(void)
     SIZE(kvt_record, 512);
     AT(kvt_record, text, 16);
 
-    for (int32_t code = 0; code >= KVT_E_INTERNAL; code--)
+    for (int32_t code = 0; code >= KVT_E_SELFTEST; code--)
         CHECK(strcmp(kvt_strerror(code), "unknown code") != 0);
     CHECK(strcmp(kvt_strerror(1), "unknown code") == 0);
-    CHECK(strcmp(kvt_strerror(KVT_E_INTERNAL - 1), "unknown code") == 0);
+    CHECK(strcmp(kvt_strerror(KVT_E_SELFTEST - 1), "unknown code") == 0);
     return 0;
 }
