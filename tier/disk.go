@@ -86,7 +86,7 @@ func (d *Disk) Probe(keys []chunk.Key, budget time.Duration) int {
 		if !d.s.ok() || d.Scanned() || !time.Now().Before(end) {
 			return i
 		}
-		if err := d.s.adopt(d.dir, k); err != nil && !absent(err) {
+		if err := d.s.lookUp(d.dir, k); err != nil && !absent(err) {
 			d.s.diskError("probe", err)
 		}
 		if !d.Has(k) {

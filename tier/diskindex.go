@@ -53,10 +53,47 @@ type diskIndex struct {
 	queue []evictable
 	held  map[chunk.Key]uint32 // counted: leases and reads; also keys that have no file
 	bytes int64                // accounted, of all entries
+	open  map[chunk.Key]openFiles
+}
+
+// openFiles is what is being read under one name. A file that loses its name
+// meanwhile still takes its bytes, until the last of them is closed.
+type openFiles struct {
+	readers  uint32
+	nameless int64 // bytes
 }
 
 func newDiskIndex() diskIndex {
-	return diskIndex{byKey: map[chunk.Key]uint32{}, held: map[chunk.Key]uint32{}}
+	return diskIndex{byKey: map[chunk.Key]uint32{}, held: map[chunk.Key]uint32{}, open: map[chunk.Key]openFiles{}}
+}
+
+func (x *diskIndex) beginRead(k chunk.Key) {
+	o := x.open[k]
+	o.readers++
+	x.open[k] = o
+}
+
+// endRead gives the bytes that are free now.
+func (x *diskIndex) endRead(k chunk.Key) (freed int64) {
+	o := x.open[k]
+	if o.readers--; o.readers > 0 {
+		x.open[k] = o
+		return 0
+	}
+	delete(x.open, k)
+	return o.nameless
+}
+
+// unnamed notes that a file has lost its name, and gives the bytes that this has
+// freed: none while it is read.
+func (x *diskIndex) unnamed(k chunk.Key, bytes int64) (freed int64) {
+	o, reading := x.open[k]
+	if !reading {
+		return bytes
+	}
+	o.nameless += bytes
+	x.open[k] = o
+	return 0
 }
 
 func (x *diskIndex) at(i uint32) *diskEntry {

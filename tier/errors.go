@@ -1,6 +1,10 @@
 package tier
 
-import "errors"
+import (
+	"errors"
+	"fmt"
+	"syscall"
+)
 
 // Why a root is not opened. The wrapping error says where and what to change.
 var (
@@ -35,6 +39,7 @@ var (
 )
 
 var (
+	errForeign  = fmt.Errorf("something else stands in the place of a file of the cache: %w", syscall.ENOTDIR)
 	errSlow     = errors.New("slower than a read may be")
 	errLostRoot = errors.New("the lock file is no longer in the root, somebody has replaced it")
 )

@@ -79,13 +79,13 @@ func (s *Store) unlinkEntry(v removal, evicted bool) {
 	defer stripe.Unlock()
 	s.mu.Lock()
 	e := v.dir.index.find(v.key)
-	current := e != nil && e.has(entryUnlinking)
+	current := e != nil && e.has(entryUnlinking) && !s.abandoned
 	s.mu.Unlock()
 	if !current {
 		return
 	}
 	err := s.fs.Unlink(v.dir.filePath(v.key))
-	gone := absent(err)
+	gone := absent(err) || foreign(err)
 	if err != nil && !gone {
 		s.keepEntry(v, evicted)
 		s.diskError("unlink "+chunk.FileName(v.key), err)
@@ -129,7 +129,7 @@ func (s *Store) keepEntry(v removal, evicted bool) {
 	}
 	if e := v.dir.index.find(v.key); e != nil {
 		e.flags &^= entryUnlinking
-		v.dir.index.touch(e, s.now().UnixNano())
+		v.dir.index.touch(e, s.useTime().UnixNano())
 		v.dir.index.settle(e)
 	}
 }

@@ -61,6 +61,12 @@ func absent(err error) bool { return errors.Is(err, syscall.ENOENT) }
 // exists reports that a name is taken.
 func exists(err error) bool { return errors.Is(err, syscall.EEXIST) }
 
+// foreign reports that something stands in a place of ours that is not what we put
+// there, as a directory or a link. That says nothing about the disk.
+func foreign(err error) bool {
+	return errors.Is(err, syscall.EISDIR) || errors.Is(err, syscall.ENOTDIR) || errors.Is(err, syscall.ELOOP)
+}
+
 // invalid is what a file system says that has no direct I/O.
 func invalid(err error) bool { return errors.Is(err, syscall.EINVAL) }
 

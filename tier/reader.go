@@ -3,6 +3,7 @@ package tier
 import (
 	"errors"
 	"fmt"
+	"syscall"
 	"time"
 	"unsafe"
 
@@ -89,7 +90,7 @@ func (d *Disk) read(k chunk.Key, dst, page []byte) (ReadResult, error) {
 	if err := d.claim(k); err != nil {
 		return ReadResult{}, err
 	}
-	defer d.Unhold(k)
+	defer d.release(k)
 	res, err := d.readOnce(k, dst, page, false)
 	var first, second *mismatch
 	if !errors.As(err, &first) {
@@ -113,17 +114,19 @@ func (d *Disk) read(k chunk.Key, dst, page []byte) (ReadResult, error) {
 	return ReadResult{}, fmt.Errorf("%s: %w", second.reason, ErrCorrupt)
 }
 
-// claim finds the chunk and holds it against eviction until Unhold.
+// claim finds the chunk and holds it against eviction until release. Should it be
+// removed all the same, its bytes count until then.
 func (d *Disk) claim(k chunk.Key) error {
 	s := d.s
-	d.Hold(k)
 	s.mu.Lock()
+	d.dir.index.hold(k)
+	d.dir.index.beginRead(k)
 	e := d.dir.index.find(k)
 	scanned := d.dir.scanned()
 	s.mu.Unlock()
 	var err error
 	if e == nil && !scanned {
-		if err = s.adopt(d.dir, k); err != nil && !absent(err) {
+		if err = s.lookUp(d.dir, k); err != nil && !absent(err) {
 			s.diskError("look for "+chunk.FileName(k), err)
 		}
 	}
@@ -141,8 +144,13 @@ func (d *Disk) claim(k chunk.Key) error {
 	default:
 		err = ErrAbsent
 	}
-	d.Unhold(k)
+	d.release(k)
 	return err
+}
+
+func (d *Disk) release(k chunk.Key) {
+	d.s.endRead(d.dir, k)
+	d.Unhold(k)
 }
 
 // judged turns what a read found, other than a mismatch, into its answer.
@@ -155,24 +163,30 @@ func (d *Disk) judged(k chunk.Key, err error) error {
 		s.count.inc(s.count.rejected, "newer")
 		s.markNewer(d.dir, k)
 		return ErrNewer
-	case absent(err):
+	case absent(err), foreign(err):
 		d.vanished(k)
+		return ErrAbsent
+	case errors.Is(err, syscall.ENXIO) && d.vanished(k): // a socket, or a device that is gone
 		return ErrAbsent
 	}
 	s.diskError("read "+chunk.FileName(k), err)
 	return fmt.Errorf("%w: %w", ErrIO, err)
 }
 
-// vanished forgets a chunk whose file somebody else has removed.
-func (d *Disk) vanished(k chunk.Key) {
+// vanished forgets a chunk if somebody else has removed its file, or has put
+// something else in the place of it.
+func (d *Disk) vanished(k chunk.Key) bool {
 	s := d.s
 	stripe := &d.dir.stripes[k[0]]
 	stripe.Lock()
 	defer stripe.Unlock()
-	if _, err := s.fs.Lstat(d.dir.filePath(k)); absent(err) {
+	st, err := s.fs.Lstat(d.dir.filePath(k))
+	if absent(err) || foreign(err) || err == nil && !st.Regular() {
 		s.count.add(&s.count.vanished, 1)
 		s.forget(d.dir, k)
+		return true
 	}
+	return false
 }
 
 // readOnce reads and checks a file. again: from the device, not from a cache that
@@ -193,7 +207,10 @@ func (d *Disk) readOnce(k chunk.Key, dst, page []byte, again bool) (res ReadResu
 	if err != nil {
 		return res, err
 	}
-	if !st.Regular() || st.Size != d.layout.FileBytes {
+	if !st.Regular() {
+		return res, errForeign
+	}
+	if st.Size != d.layout.FileBytes {
 		return res, d.wrongSize(k, &st)
 	}
 	if again && !direct {
@@ -256,7 +273,11 @@ func (s *Store) openChunk(path string, flags sys.OpenFlag, buf []byte) (f OpenFi
 			return f, true, err
 		}
 		s.refuseDirect()
-		flags &^= sys.OpenExclusive // some file systems make the file before they refuse
+		if flags&sys.OpenCreate != 0 { // some file systems make the file before they refuse
+			if err := s.fs.Unlink(path); err != nil && !absent(err) {
+				return nil, false, err
+			}
+		}
 	}
 	f, err = s.fs.Open(path, flags)
 	return f, false, err

@@ -1,6 +1,7 @@
 package tier
 
 import (
+	"slices"
 	"time"
 
 	"github.com/kvtier/kvtier/internal/chunk"
@@ -23,8 +24,7 @@ func stampAt(now time.Time, ordinal uint32) int64 {
 // eviction would take the beginning of a prefix first and leave the rest useless.
 // So a chunk is never newer than its parent. Needs mu.
 func (s *Store) publishStamp(n *namespaceDir, parent chunk.Key, ordinal uint32) int64 {
-	now := s.now()
-	stamp := stampAt(now, ordinal)
+	stamp := stampAt(s.useTime(), ordinal)
 	if ordinal == 0 {
 		return stamp
 	}
@@ -38,9 +38,9 @@ func (s *Store) publishStamp(n *namespaceDir, parent chunk.Key, ordinal uint32) 
 // once in the touch interval, and for all chunks at close.
 func (d *Disk) Touch(k chunk.Key, ordinal uint32) {
 	s := d.s
-	now := s.now()
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	now := s.useTime()
 	if e := d.dir.index.find(k); d.good(e) {
 		s.touchEntry(d.dir, e, s.uses.at(now, ordinal), ordinal)
 	}
@@ -65,15 +65,46 @@ func (r *useRun) at(now time.Time, ordinal uint32) time.Time {
 	return r.time
 }
 
-// touchEntry needs mu.
-func (s *Store) touchEntry(n *namespaceDir, e *diskEntry, now time.Time, ordinal uint32) {
-	n.index.touch(e, stampAt(now, ordinal))
-	e.flags |= entryTouched
-	due := now.Unix()-int64(e.touched) >= int64(s.o.Touch/time.Second)
-	if due && !e.has(entryInQueue) {
-		e.flags |= entryInQueue
-		s.touches = append(s.touches, removal{n, e.key})
+// useTime is the clock of recency: that of the machine, but it never goes back. A
+// chunk that is used after the clock was set back is newer than all before it. Needs
+// mu.
+func (s *Store) useTime() time.Time {
+	now := s.now()
+	if ns := now.UnixNano(); ns >= s.lastUse {
+		s.lastUse = ns
+		return now
 	}
+	s.lastUse += ordinalStep
+	return time.Unix(0, s.lastUse)
+}
+
+// lateTouch is a hit on a chunk whose mtime was written not long ago.
+type lateTouch struct {
+	removal
+	since int64 // Unix ns
+}
+
+// touchEntry notes a use. What is not due to be written becomes so without another
+// use: a kill must not cost more than the hits of one touch interval. Needs mu.
+func (s *Store) touchEntry(n *namespaceDir, e *diskEntry, used time.Time, ordinal uint32) {
+	n.index.touch(e, stampAt(used, ordinal))
+	e.flags |= entryTouched
+	if e.has(entryInQueue) {
+		return
+	}
+	e.flags |= entryInQueue
+	now, r := s.now(), removal{n, e.key}
+	if s.touchDue(now, time.Unix(int64(e.touched), 0)) {
+		s.touches = append(s.touches, r)
+	} else {
+		s.late = append(s.late, lateTouch{r, now.UnixNano()})
+	}
+}
+
+// touchDue is also for a clock that was set back.
+func (s *Store) touchDue(now, since time.Time) bool {
+	d := now.Sub(since)
+	return d >= s.o.Touch || d < 0
 }
 
 // flushTouches writes the mtimes that are due; all: of every chunk whose mtime is
@@ -82,10 +113,19 @@ func (s *Store) flushTouches(deadline time.Time, all bool) {
 	s.mu.Lock()
 	work := s.touches
 	s.touches = nil
+	now, due := s.now(), 0
+	for due < len(s.late) && s.touchDue(now, time.Unix(0, s.late[due].since)) {
+		work = append(work, s.late[due].removal)
+		due++
+	}
+	s.late = slices.Delete(s.late, 0, due)
 	dirs := s.dirs
 	s.mu.Unlock()
-	for _, w := range work {
+	for i, w := range work {
 		if !time.Now().Before(deadline) || !s.writeTouch(w) {
+			s.mu.Lock()
+			s.touches = append(work[i:], s.touches...)
+			s.mu.Unlock()
 			return
 		}
 	}
@@ -115,25 +155,32 @@ func (s *Store) flushTouches(deadline time.Time, all bool) {
 	}
 }
 
-// writeTouch sets one mtime; false when the disk is off.
+// writeTouch sets one mtime; false when the disk is off, or goes off by it.
 func (s *Store) writeTouch(w removal) bool {
 	s.mu.Lock()
 	e := w.dir.index.find(w.key)
-	if e == nil || e.has(entryUnlinking) {
+	if e == nil || e.has(entryUnlinking) || s.abandoned {
 		s.mu.Unlock()
 		return true
+	}
+	if !s.ok() {
+		s.mu.Unlock()
+		return false
 	}
 	e.flags &^= entryTouched | entryInQueue
 	e.touched = uint32(s.now().Unix())
 	stamp := e.stamp
 	s.mu.Unlock()
-	if !s.ok() {
-		return false
-	}
 	if err := s.fs.SetModified(w.dir.filePath(w.key), stamp); err != nil {
-		if !absent(err) { // that it has vanished is for the next read to find
-			s.diskError("touch "+chunk.FileName(w.key), err)
+		if absent(err) { // that it has vanished is for the next read to find
+			return true
 		}
+		s.mu.Lock()
+		if e := w.dir.index.find(w.key); e != nil {
+			e.flags |= entryTouched // for the next use, or for Close
+		}
+		s.mu.Unlock()
+		s.diskError("touch "+chunk.FileName(w.key), err)
 		return s.ok()
 	}
 	s.count.add(&s.count.touched, 1)
@@ -189,6 +236,7 @@ func (s *Store) keep() {
 			continue
 		}
 		s.lookAtFree()
+		s.dropLeftovers()
 		s.flushTouches(time.Now().Add(s.o.Tick), false)
 	}
 }

@@ -101,7 +101,7 @@ func (s *Store) scanUnit(n *namespaceDir, unit int) error {
 	sub := subName(unit)
 	dir := filepath.Join(n.path, sub)
 	names, err := s.fs.ReadNames(dir)
-	if absent(err) {
+	if absent(err) || foreign(err) {
 		return nil
 	}
 	if err != nil {
@@ -174,13 +174,18 @@ func (s *Store) scanTop(n *namespaceDir) error {
 // sweep removes a temp file. Whoever has the lock owns all of them, and no session
 // but this one is alive.
 func (s *Store) sweep(path string) error {
-	if err := s.fs.Unlink(path); err != nil {
-		if absent(err) {
-			return nil
-		}
+	if s.left() {
+		return nil
+	}
+	err := s.fs.Unlink(path)
+	switch {
+	case err == nil:
+		s.count.add(&s.count.swept, 1)
+	case foreign(err):
+		s.count.inc(s.count.rejected, "type")
+	case !absent(err):
 		return err
 	}
-	s.count.add(&s.count.swept, 1)
 	return nil
 }
 
@@ -225,6 +230,9 @@ func (s *Store) adopt(n *namespaceDir, k chunk.Key) error {
 		return nil
 	}
 	st, err := s.fs.Lstat(n.filePath(k))
+	if foreign(err) {
+		return nil
+	}
 	if err != nil {
 		return err
 	}
@@ -245,6 +253,27 @@ func (s *Store) adopt(n *namespaceDir, k chunk.Key) error {
 		s.classify(n, e)
 	}
 	return nil
+}
+
+// lookUp is adopt for a key that the scan has not come to. What lies behind a link
+// in place of a subdirectory is not ours.
+func (s *Store) lookUp(n *namespaceDir, k chunk.Key) error {
+	if err := s.inPlace(n, k); err != nil {
+		if absent(err) || foreign(err) {
+			return nil
+		}
+		return err
+	}
+	return s.adopt(n, k)
+}
+
+// inPlace checks that the subdirectory of a chunk is one.
+func (s *Store) inPlace(n *namespaceDir, k chunk.Key) error {
+	st, err := s.fs.Lstat(n.subPath(k))
+	if err == nil && !st.Directory() {
+		err = errForeign
+	}
+	return err
 }
 
 // accounted is what a file costs. Some file systems allocate late: what it will
@@ -314,13 +343,17 @@ func (s *Store) judge(n *namespaceDir) {
 		k := n.suspects[len(n.suspects)-1]
 		n.suspects = n.suspects[:len(n.suspects)-1]
 		s.mu.Unlock()
-		if err := s.judgeSize(n, k); err != nil && !absent(err) {
+		if err := s.judgeSize(n, k); err != nil && !absent(err) && !foreign(err) {
 			s.diskError("look at "+chunk.FileName(k), err)
 		}
 	}
 }
 
 func (s *Store) judgeSize(n *namespaceDir, k chunk.Key) error {
+	s.mu.Lock()
+	n.index.beginRead(k)
+	s.mu.Unlock()
+	defer s.endRead(n, k)
 	f, err := s.fs.Open(n.filePath(k), sys.OpenRead|sys.OpenNonblock)
 	if err != nil {
 		return err
@@ -346,6 +379,13 @@ func (s *Store) judgeSize(n *namespaceDir, k chunk.Key) error {
 		return s.unlinkProved(n, k, &st)
 	}
 	return nil
+}
+
+func (s *Store) endRead(n *namespaceDir, k chunk.Key) {
+	s.mu.Lock()
+	s.budget.freed(n.index.endRead(k))
+	s.changed.Broadcast()
+	s.mu.Unlock()
 }
 
 // tailIsNewer reads the page where a footer would be.
@@ -380,7 +420,7 @@ func (s *Store) unlinkProved(n *namespaceDir, k chunk.Key, seen *sys.Stat) error
 	defer stripe.Unlock()
 	path := n.filePath(k)
 	st, err := s.fs.Lstat(path)
-	if err == nil && !st.SameFile(seen) {
+	if err == nil && !st.SameFile(seen) || s.left() {
 		return nil
 	}
 	if err == nil {
@@ -397,7 +437,7 @@ func (s *Store) unlinkProved(n *namespaceDir, k chunk.Key, seen *sys.Stat) error
 func (s *Store) forget(n *namespaceDir, k chunk.Key) {
 	s.mu.Lock()
 	if e := n.index.find(k); e != nil {
-		s.budget.freed(e.bytes())
+		s.budget.freed(n.index.unnamed(k, e.bytes()))
 		n.index.remove(e)
 		s.changed.Broadcast()
 	}

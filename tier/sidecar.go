@@ -38,10 +38,14 @@ func checkSidecar(fs Filesystem, dir string, want []byte) (rebuilt bool, err err
 		}
 	}
 	temp := filepath.Join(dir, sidecarTemp)
-	if err := writeDurably(fs, temp, want); err != nil {
-		return false, err
+	err = writeDurably(fs, temp, want)
+	if err == nil {
+		err = fs.Rename(temp, path)
 	}
-	if err := fs.Rename(temp, path); err != nil {
+	if err != nil {
+		if uerr := fs.Unlink(temp); uerr != nil && !absent(uerr) {
+			err = errors.Join(err, uerr)
+		}
 		return false, err
 	}
 	// The directory's own name must not be lost either.

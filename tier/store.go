@@ -1,6 +1,7 @@
 package tier
 
 import (
+	"errors"
 	"fmt"
 	"log/slog"
 	"path/filepath"
@@ -107,8 +108,12 @@ type Store struct {
 	fullSaid  bool
 	starved   bool // eviction found nothing to take
 	uses      useRun
+	lastUse   int64       // of useTime
+	late      []lateTouch // mtimes to be written when their time has come, oldest first
+	leftovers []leftover
 	closed    bool // no new work
 	ending    bool // background work ends
+	abandoned bool // closed before the work has ended: nothing may change on disk any more
 	answering bool // the answers goroutine has to stay for more
 
 	background sync.WaitGroup
@@ -332,6 +337,13 @@ func (s *Store) refuseQueued(err error) {
 	s.mu.Unlock()
 }
 
+// left reports that Close has returned with work under way.
+func (s *Store) left() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.abandoned
+}
+
 // later runs f soon on a goroutine of the Store that does no I/O: what may be
 // called under somebody's lock must not call back at once.
 func (s *Store) later(f func()) {
@@ -405,6 +417,9 @@ func (s *Store) Namespace(ns *chunk.Namespace) (*Disk, error) {
 		if err := s.fs.Mkdir(n.path); err != nil && !exists(err) {
 			return nil, fmt.Errorf("namespace %s: %w", name, err)
 		} else if err != nil {
+			if st, err := s.fs.Lstat(n.path); err != nil || !st.Directory() {
+				return nil, fmt.Errorf("namespace %s: %w", name, errors.Join(err, ErrNotDirectory))
+			}
 			n.todo, n.left = []int{scanList}, 1 // came into being since the root was listed
 		}
 	}
@@ -482,7 +497,8 @@ func (s *Store) Close(timeout time.Duration) error {
 	case <-timer.C:
 		err = fmt.Errorf("disk tier of %s: reads or writes have not ended in %v: %w", s.root.path, timeout, ErrIO)
 		s.mu.Lock()
-		s.removals = nil // another process may lead from now on
+		s.removals = nil
+		s.abandoned = true // another process may lead from now on
 		s.mu.Unlock()
 	}
 	// Whoever was refused gets his answer before Close returns.

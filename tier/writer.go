@@ -48,7 +48,7 @@ func (d *Disk) Write(w WriteJob) bool {
 	case e != nil && e.has(entryNewer):
 		why = "newer"
 	case d.good(e) && (pending == nil || !pending.removed):
-		s.touchEntry(d.dir, e, s.now(), w.Ordinal)
+		s.touchEntry(d.dir, e, s.uses.at(s.useTime(), w.Ordinal), w.Ordinal)
 		s.count.add(&s.count.present, 1)
 		s.laterLocked(func() { w.Done(nil) })
 		return true
@@ -130,8 +130,11 @@ func (j *writeJob) write(page []byte) error {
 		s.changed.Broadcast()
 		s.mu.Unlock()
 		switch {
-		case err == nil, errors.Is(err, ErrRemoved), errors.Is(err, ErrOff):
+		case err == nil, errors.Is(err, ErrRemoved), errors.Is(err, ErrOff), errors.Is(err, ErrClosed):
 			return err
+		case foreign(err):
+			s.count.inc(s.count.errors, errnoName(err))
+			return fmt.Errorf("%w: %w", ErrIO, err)
 		case !noSpace(err):
 			s.diskError("write "+chunk.FileName(j.w.Key), err)
 			return fmt.Errorf("%w: %w", ErrIO, err)
@@ -229,17 +232,20 @@ func (j *writeJob) publish(page []byte) (took int64, err error) {
 		return 0, err
 	}
 	temp := filepath.Join(d.dir.subPath(k), chunk.TempName(k, s.session, s.temps.Add(1)))
-	st, err := j.writeTemp(temp, page, stamp)
+	st, made, err := j.writeTemp(temp, page, stamp)
 	// The first chunk here, or somebody has cleared the directory. More than one
 	// try: eviction removes a subdirectory that is empty.
 	for tries := 0; absent(err) && tries < 3; tries++ {
 		if err := d.makeDirs(k); err != nil {
 			return 0, err
 		}
-		st, err = j.writeTemp(temp, page, stamp)
+		st, made, err = j.writeTemp(temp, page, stamp)
+	}
+	if err != nil && !made {
+		return 0, err
 	}
 	if err != nil {
-		return s.dropTemp(temp), err
+		return j.dropTemp(temp), err
 	}
 	return j.rename(temp, &st, stamp)
 }
@@ -251,6 +257,10 @@ func (d *Disk) makeDirs(k chunk.Key) error {
 	stripe := &d.dir.stripes[k[0]]
 	stripe.Lock()
 	defer stripe.Unlock()
+	if !s.root.StillLocked() { // unmounted perhaps: what is made here now is not on our disk
+		s.broken(errLostRoot)
+		return ErrOff
+	}
 	for _, dir := range []string{d.dir.path, d.dir.subPath(k)} {
 		err := s.fs.Mkdir(dir)
 		if err != nil && !exists(err) {
@@ -273,17 +283,21 @@ func (d *Disk) makeDirs(k chunk.Key) error {
 	return errors.Join(s.countDir(d.dir, scanList), s.countDir(d.dir, int(k[0])))
 }
 
-func (j *writeJob) writeTemp(temp string, page []byte, stamp int64) (st sys.Stat, err error) {
+// writeTemp writes the whole file. made says that there is one after an error.
+func (j *writeJob) writeTemp(temp string, page []byte, stamp int64) (st sys.Stat, made bool, err error) {
 	d, s := j.d, j.d.s
+	if err := s.inPlace(d.dir, j.w.Key); err != nil {
+		return st, false, err
+	}
 	f, direct, err := s.openChunk(temp, sys.OpenWrite|sys.OpenCreate|sys.OpenExclusive, j.w.Payload)
 	if err != nil {
-		return st, err
+		return st, false, err
 	}
 	err = writeFull(f, j.w.Payload, page)
 	if direct && invalid(err) {
 		s.refuseDirect()
 		if err := errors.Join(f.Close(), s.fs.Unlink(temp)); err != nil {
-			return st, err
+			return st, true, err
 		}
 		return j.writeTemp(temp, page, stamp)
 	}
@@ -302,7 +316,7 @@ func (j *writeJob) writeTemp(temp string, page []byte, stamp int64) (st sys.Stat
 	if err == nil && st.Size != d.layout.FileBytes {
 		err = fmt.Errorf("%d bytes arrived of %d: %w", st.Size, d.layout.FileBytes, ErrIO)
 	}
-	return st, err
+	return st, true, err
 }
 
 // writeFull writes payload and footer with as few calls as the kernel needs.
@@ -327,13 +341,16 @@ func (j *writeJob) rename(temp string, st *sys.Stat, stamp int64) (took int64, e
 	stripe.Lock()
 	defer stripe.Unlock()
 	s.mu.Lock()
-	removed := j.removed
+	removed, abandoned := j.removed, s.abandoned
 	s.mu.Unlock()
-	if removed {
-		return s.dropTemp(temp), ErrRemoved
+	switch {
+	case removed:
+		return j.dropTemp(temp), ErrRemoved
+	case abandoned:
+		return j.dropTemp(temp), ErrClosed
 	}
 	if err := s.fs.Rename(temp, d.dir.filePath(k)); err != nil {
-		return s.dropTemp(temp), err
+		return j.dropTemp(temp), err
 	}
 	cost := accounted(st)
 	s.mu.Lock()
@@ -342,7 +359,8 @@ func (j *writeJob) rename(temp string, st *sys.Stat, stamp int64) (took int64, e
 		e = d.dir.index.add(k, stamp, st.Size, cost)
 		took = cost
 	} else { // a file that was rejected or was to be removed: now it is this one
-		took = d.dir.index.account(e, cost)
+		old := e.bytes()
+		took = d.dir.index.account(e, cost) + old - d.dir.index.unnamed(k, old)
 		e.size, e.stamp = st.Size, stamp
 	}
 	e.flags = entryCounted
@@ -367,18 +385,52 @@ func (j *writeJob) rename(temp string, st *sys.Stat, stamp int64) (took int64, e
 	return took, nil
 }
 
-// dropTemp removes a temp file, and gives the bytes it still takes if that fails;
-// the next session sweeps it.
-func (s *Store) dropTemp(temp string) (took int64) {
+// dropTemp removes a temp file, and gives the bytes it still takes if that fails:
+// then it is tried again. To the breaker the write has failed once already.
+func (j *writeJob) dropTemp(temp string) (took int64) {
+	s := j.d.s
 	err := s.fs.Unlink(temp)
-	if err == nil || absent(err) {
+	if err == nil || absent(err) || foreign(err) {
 		return 0
 	}
-	s.diskError("unlink "+filepath.Base(temp), err)
+	s.count.inc(s.count.errors, errnoName(err))
+	took = j.d.layout.FileBytes // too much rather than too little
 	if st, err := s.fs.Lstat(temp); err == nil {
-		return accounted(&st)
+		took = accounted(&st)
 	}
-	return 0
+	s.mu.Lock()
+	s.leftovers = append(s.leftovers, leftover{temp, took})
+	s.mu.Unlock()
+	return took
+}
+
+// leftover is a temp file that could not be removed, and what is accounted for it.
+type leftover struct {
+	path  string
+	bytes int64
+}
+
+// dropLeftovers tries again; what remains is left to the next session.
+func (s *Store) dropLeftovers() {
+	s.mu.Lock()
+	again := s.leftovers
+	s.leftovers = nil
+	s.mu.Unlock()
+	for i, l := range again {
+		err := s.fs.Unlink(l.path)
+		gone := err == nil || absent(err) || foreign(err)
+		s.mu.Lock()
+		if gone {
+			s.budget.freed(l.bytes)
+			s.changed.Broadcast()
+		} else {
+			s.leftovers = append(s.leftovers, again[i:]...)
+		}
+		s.mu.Unlock()
+		if !gone {
+			return // one error a tick is enough, and this one was counted
+		}
+	}
 }
 
 func dropName(err error) string {

@@ -8,7 +8,9 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/kvtier/kvtier/internal/sys"
 	"github.com/kvtier/kvtier/tier"
@@ -31,6 +33,11 @@ type memDisk struct {
 	fault func(call, path string) error // nil: none
 	calls int
 	short bool // transfers of at most 5000 bytes
+
+	gates   [3]atomic.Pointer[chan struct{}] // reads, writes, unlinks of chunks: what they wait for
+	waiting atomic.Int32
+
+	delay, writeDelay atomic.Int64 // ns that each transfer takes; only writes
 
 	limit int64  // nothing may grow past it
 	worst string // the first growth that did
@@ -135,6 +142,32 @@ func (m *memDisk) enter(call, path string) error {
 		return m.fault(call, path)
 	}
 	return nil
+}
+
+// holdReads lets reads wait, with their file open, until open is called.
+func (m *memDisk) holdReads() (open func()) { return m.hold(0) }
+
+// holdWrites is the same for writes.
+func (m *memDisk) holdWrites() (open func()) { return m.hold(1) }
+
+// holdUnlinks is the same for unlinking chunks.
+func (m *memDisk) holdUnlinks() (open func()) { return m.hold(2) }
+
+func (m *memDisk) hold(which int) (open func()) {
+	gate := make(chan struct{})
+	m.gates[which].Store(&gate)
+	return func() {
+		m.gates[which].Store(nil)
+		close(gate)
+	}
+}
+
+func (m *memDisk) pass(which int) {
+	if gate := m.gates[which].Load(); gate != nil {
+		m.waiting.Add(1)
+		<-*gate
+		m.waiting.Add(-1)
+	}
 }
 
 // grown notes a growth of what the tier has to account before it grows.
@@ -305,6 +338,9 @@ func (m *memDisk) Rename(from, to string) error {
 }
 
 func (m *memDisk) Unlink(path string) error {
+	if strings.HasSuffix(path, ".kvc") {
+		m.pass(2)
+	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	parent, name, n, err := m.existing("unlink", path)
@@ -352,6 +388,10 @@ func (f *memFile) call(name string) (unlock func(), err error) {
 }
 
 func (f *memFile) ReadV(bufs [][]byte, off int64) (total int, err error) {
+	if strings.HasSuffix(f.path, ".kvc") {
+		f.m.pass(0)
+	}
+	time.Sleep(time.Duration(f.m.delay.Load()))
 	unlock, err := f.call("read")
 	defer unlock()
 	if err != nil {
@@ -377,6 +417,10 @@ func (f *memFile) ReadV(bufs [][]byte, off int64) (total int, err error) {
 }
 
 func (f *memFile) WriteV(bufs [][]byte, off int64) (total int, err error) {
+	if strings.HasSuffix(f.path, ".tmp") {
+		f.m.pass(1)
+	}
+	time.Sleep(time.Duration(f.m.delay.Load() + f.m.writeDelay.Load()))
 	unlock, err := f.call("write")
 	defer unlock()
 	if err != nil {
