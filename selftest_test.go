@@ -440,3 +440,83 @@ func TestSelfTestNeedsALeaderAndAGroup(t *testing.T) {
 	e.ready()
 	require.NoError(t, e.ranks[0].SelfTest(true, testWait))
 }
+
+// Heads over tensor parallelism, data that several ranks hold, pages with the rows of
+// all ranks, and opaque pages.
+func TestSelfTestOfOtherLayouts(t *testing.T) {
+	const b, blocks = 8, 12
+	for name, c := range map[string]struct {
+		ranks, d, i, tokensPerRow, chunk int
+		regions                          func(rank int) []Region
+	}{
+		"heads of two ranks and data of both": {ranks: 2, d: 1, i: b, tokensPerRow: 1, chunk: 24, regions: func(rank int) []Region {
+			return []Region{
+				{Name: "k", Layer: 0, Head: rank, Bytes: 24}, {Name: "v", Layer: 0, Head: rank, Bytes: 24},
+				{Name: "latent", Layer: 1, Head: -1, Bytes: 100, Replicated: true},
+			}
+		}},
+		"replicas of two DCP ranks": {ranks: 4, d: 2, i: 2, tokensPerRow: 1, chunk: 24, regions: func(int) []Region {
+			return []Region{{Name: "latent", Layer: 0, Head: -1, Bytes: 40, Replicated: true}, {Name: "scale", Layer: 0, Head: -1, Bytes: 3, Replicated: true}}
+		}},
+		"an indexer with all rows": {ranks: 2, d: 2, i: 4, tokensPerRow: 1, chunk: 24, regions: func(int) []Region {
+			return []Region{{Name: "latent", Layer: 0, Head: -1, Bytes: 40}, {Name: "indexer", Layer: 0, Head: -1, Bytes: 12, AllRows: true}}
+		}},
+		"opaque pages": {ranks: 2, d: 2, i: b, tokensPerRow: b, chunk: 24, regions: func(int) []Region {
+			return []Region{{Name: "page", Layer: 0, Head: -1, Bytes: 700}, {Name: "page", Layer: 1, Head: -1, Bytes: 300}}
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			cache := openTest(t, dir, RoleLeader)
+			e := &engine{t: t, cache: cache}
+			for rank := range c.ranks {
+				regions := c.regions(rank)
+				var mine [][]byte
+				for i := range regions {
+					r := &regions[i]
+					tokens := b / c.tokensPerRow
+					if r.AllRows {
+						tokens = b * c.d
+					}
+					r.Component, r.BlockStride = "target", int64(tokens*r.Bytes)
+					if c.tokensPerRow == 1 {
+						r.TokenStride = int64(r.Bytes)
+					}
+					m, err := sys.NewPages(blocks * int(r.BlockStride))
+					require.NoError(t, err)
+					t.Cleanup(func() { require.NoError(t, sys.FreePages(m)) })
+					r.Base = uintptr(unsafe.Pointer(&m[0]))
+					mine = append(mine, m)
+				}
+				e.pages = append(e.pages, mine)
+				id := identity()
+				if c.tokensPerRow > 1 {
+					id.Encoding = "opaque-test"
+				}
+				if rank > 0 {
+					id.Weights = ""
+				}
+				r, err := cache.Register(RankConfig{
+					Group: "other", Ranks: c.ranks, Rank: rank, DCP: c.d, DCPRank: rank % c.d, Interleave: c.i,
+					BlockTokens: b, NumBlocks: blocks, ChunkTokens: c.chunk, Identity: id,
+					Groups: []GroupConfig{{TokensPerRow: c.tokensPerRow}},
+				}, regions)
+				require.NoError(t, err)
+				t.Cleanup(func() { require.NoError(t, r.Close(testWait)) })
+				e.ranks = append(e.ranks, r)
+			}
+			for _, r := range e.ranks {
+				_, err := r.Ready(testWait)
+				require.NoError(t, err)
+			}
+			before := e.noise(8)
+			for _, pages := range []bool{true, false} {
+				for rank, err := range e.selfTests(pages, testWait) {
+					require.NoError(t, err, "rank %d", rank)
+				}
+				e.requirePages(before)
+			}
+			e.requireNothingLeft(dir)
+		})
+	}
+}

@@ -44,20 +44,24 @@ func goldenRequests() map[string]*Request {
 	with := func(t Type, f func(*Request)) *Request { r := base(t); f(r); return r }
 	done := []Done{{Slot: 1, Generation: 2, Part: 3}, {Slot: 4, Generation: 5, Part: 6, Status: StatusAborted}, {Slot: 7, Generation: 8, Part: 9}}
 	return map[string]*Request{
-		"lookup":         with(Lookup, func(r *Request) { r.Run = run(2) }),
-		"prefetch":       with(Prefetch, func(r *Request) { r.Run = run(1) }),
-		"lease":          with(Lease, func(r *Request) { r.Run = flagged(run(2), LeasePrefetch|LeasePin) }),
-		"lease_empty":    with(Lease, func(r *Request) { r.Run = run(0) }),
-		"lease_renew":    with(Lease, func(r *Request) { r.Run = flagged(run(0), LeaseRenew); r.Renew = []uint64{5, 1 << 60} }),
-		"release":        with(Release, func(r *Request) { r.Run = run(0) }),
-		"store_begin":    with(StoreBegin, func(r *Request) { r.Run = flagged(run(3), StoreNoDisk) }),
-		"store_done":     with(StoreDone, func(r *Request) { r.Done = done }),
-		"load_begin":     with(LoadBegin, func(r *Request) { r.Run = run(2) }),
-		"load_wait":      with(LoadWait, func(r *Request) { r.First = 32 }),
-		"load_done":      with(LoadDone, func(r *Request) { r.Done = done[:2] }),
-		"load_done_end":  with(LoadDone, func(r *Request) { r.Flags = LoadDoneEnd }),
-		"cancel":         base(Cancel),
-		"cancel_unsent":  with(Cancel, func(r *Request) { r.Flags = CancelUnsent }),
+		"lookup":        with(Lookup, func(r *Request) { r.Run = run(2) }),
+		"prefetch":      with(Prefetch, func(r *Request) { r.Run = run(1) }),
+		"lease":         with(Lease, func(r *Request) { r.Run = flagged(run(2), LeasePrefetch|LeasePin) }),
+		"lease_empty":   with(Lease, func(r *Request) { r.Run = run(0) }),
+		"lease_renew":   with(Lease, func(r *Request) { r.Run = flagged(run(0), LeaseRenew); r.Renew = []uint64{5, 1 << 60} }),
+		"release":       with(Release, func(r *Request) { r.Run = run(0) }),
+		"store_begin":   with(StoreBegin, func(r *Request) { r.Run = flagged(run(3), StoreNoDisk) }),
+		"store_done":    with(StoreDone, func(r *Request) { r.Done = done }),
+		"load_begin":    with(LoadBegin, func(r *Request) { r.Run = run(2) }),
+		"load_wait":     with(LoadWait, func(r *Request) { r.First = 32 }),
+		"load_done":     with(LoadDone, func(r *Request) { r.Done = done[:2] }),
+		"load_done_end": with(LoadDone, func(r *Request) { r.Flags = LoadDoneEnd }),
+		"cancel":        base(Cancel),
+		"cancel_unsent": with(Cancel, func(r *Request) { r.Flags = CancelUnsent }),
+		"selftest_join": with(SelfTest, func(r *Request) { r.Test = &SelfTestBody{Step: SelfTestJoin, Chunks: 7} }),
+		"selftest_report": with(SelfTest, func(r *Request) {
+			r.Test = &SelfTestBody{Step: SelfTestReport, Report: ReportWrong, Text: "byte 3 is 0x01"}
+		}),
 		"timeout_rounds": with(Cancel, func(r *Request) { r.Timeout = 2 * time.Millisecond }),
 	}
 }
@@ -82,7 +86,14 @@ func goldenReplies() map[string]*Reply {
 		}),
 		"load_wait_timeout": with(LoadWait, func(r *Reply) { r.First = 64; r.Status = StatusTimeout }),
 		"load_done":         with(LoadDone, func(r *Reply) { r.Status = StatusStale }),
-		"cancel":            with(Cancel, func(r *Reply) { r.Status = StatusRefused }),
+		"selftest_join": with(SelfTest, func(r *Reply) {
+			r.Test = SelfTestReply{Op: 5, Seed: 1 << 60}
+			r.Verdicts = []Verdict{{Granted, 3, 9}, {Granted, 4, 1}}
+		}),
+		"selftest_failed": with(SelfTest, func(r *Reply) {
+			r.Status, r.Test = StatusFailed, SelfTestReply{Op: 5, Text: "rank 1: byte 3 is 0x01"}
+		}),
+		"cancel": with(Cancel, func(r *Reply) { r.Status = StatusRefused }),
 	}
 }
 
@@ -185,6 +196,10 @@ func TestAppendRefuses(t *testing.T) {
 		"no disk in a lease":   {Type: Lookup, Run: &Run{Flags: StoreNoDisk}},
 		"renew without flag":   {Type: Lease, Run: &Run{}, Renew: []uint64{1}},
 		"renew with keys":      {Type: Lease, Run: &Run{Flags: LeaseRenew, Keys: make([]chunk.Key, 1)}, Renew: []uint64{1}},
+		"a test without one":   {Type: SelfTest},
+		"a test in another":    {Type: Cancel, Test: &SelfTestBody{Step: SelfTestJoin}},
+		"step of no test":      {Type: SelfTest, Test: &SelfTestBody{Step: SelfTestLeave + 1}},
+		"report of no kind":    {Type: SelfTest, Test: &SelfTestBody{Step: SelfTestReport, Report: ReportMissing + 1}},
 		"renew of another one": {Type: Lookup, Run: &Run{}, Renew: []uint64{1}},
 	} {
 		dst := []byte("kept")
@@ -195,6 +210,10 @@ func TestAppendRefuses(t *testing.T) {
 	_, err := (&Reply{Type: LoadWait, Verdicts: make([]Verdict, MaxWindow+1)}).Append(nil)
 	require.ErrorIs(t, err, ErrTooMany)
 	_, err = (&Reply{Type: Lookup, Verdicts: make([]Verdict, 1)}).Append(nil)
+	require.ErrorIs(t, err, ErrTooMany)
+	_, err = (&Request{Type: SelfTest, Test: &SelfTestBody{Step: SelfTestReport, Text: strings.Repeat("x", SelfTestText+1)}}).Append(nil)
+	require.ErrorIs(t, err, ErrTooMany)
+	_, err = (&Reply{Type: SelfTest, Test: SelfTestReply{Text: strings.Repeat("x", SelfTestText+1)}}).Append(nil)
 	require.ErrorIs(t, err, ErrTooMany)
 	_, err = (&Reply{}).Append(nil)
 	require.ErrorIs(t, err, ErrInvalid)
@@ -292,6 +311,12 @@ func drawRequest(t *rapid.T) *Request {
 		case s.counts:
 			r.Run.Keys = drawKeys(t, 40)
 		}
+	case r.Type == SelfTest:
+		r.Test = &SelfTestBody{
+			Step:   SelfTestStep(rapid.IntRange(int(SelfTestJoin), int(SelfTestLeave)).Draw(t, "step")),
+			Chunks: rapid.Uint32().Draw(t, "chunks"), Report: rapid.Uint32Range(0, ReportMissing).Draw(t, "report"),
+			Text: rapid.StringN(-1, -1, SelfTestText).Draw(t, "text"),
+		}
 	case r.Type == LoadWait:
 		r.First = rapid.Uint32().Draw(t, "first")
 	case s.counts && r.Flags == 0:
@@ -331,7 +356,7 @@ func TestReplyBytesIsTheLargestReply(t *testing.T) {
 		switch r.Type {
 		case StoreBegin, LoadBegin:
 			largest.Verdicts = make([]Verdict, len(r.Run.Keys))
-		case LoadWait:
+		case LoadWait, SelfTest:
 			largest.Verdicts = make([]Verdict, MaxWindow)
 		}
 		b, err := largest.Append(nil)
