@@ -178,7 +178,10 @@ func (t *selfTest) late() string {
 		}
 		return "the self-test got no slots"
 	case testStoring:
-		return fmt.Sprintf("the self-test was not stored in time by ranks %v", ranksOf(lowBits(t.g.ranks)&^t.waiting(wire.SelfTestLoad)))
+		if late := lowBits(t.g.ranks) &^ t.waiting(wire.SelfTestLoad); late != 0 {
+			return fmt.Sprintf("the self-test was not stored in time by ranks %v", ranksOf(late))
+		}
+		return "the chunks of the self-test were not sealed in time"
 	case testLeaving:
 		return "the self-test was not written to disk in time"
 	default:
