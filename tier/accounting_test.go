@@ -1,0 +1,99 @@
+package tier
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/sys"
+)
+
+// roundingFS is a file system that gives every chunk file more room than it has
+// bytes, as one does that allocates in large units or ahead of need.
+type roundingFS struct {
+	LocalFilesystem
+	more int64
+}
+
+func (f roundingFS) stat(st sys.Stat) sys.Stat {
+	if st.Regular() && st.Size >= shelfFile {
+		st.Allocated += f.more
+	}
+	return st
+}
+
+func (f roundingFS) Lstat(path string) (sys.Stat, error) {
+	st, err := f.LocalFilesystem.Lstat(path)
+	return f.stat(st), err
+}
+
+func (f roundingFS) Open(path string, flags sys.OpenFlag) (OpenFile, error) {
+	file, err := f.LocalFilesystem.Open(path, flags)
+	if err != nil {
+		return nil, err
+	}
+	return roundingFile{file, f}, nil
+}
+
+type roundingFile struct {
+	OpenFile
+	fs roundingFS
+}
+
+func (f roundingFile) Stat() (sys.Stat, error) {
+	st, err := f.OpenFile.Stat()
+	return f.fs.stat(st), err
+}
+
+// What counts below the cap is what a file takes, not how long it is; for files that
+// were written now and for those that were found.
+func TestCapIsOnAllocatedBytes(t *testing.T) {
+	dir := t.TempDir()
+	fs := roundingFS{more: 3 * shelfFile}
+	h := openShelf(t, dir, "m", StoreOptions{FS: fs}).scanned()
+	for n := range 8 {
+		before := h.store.Stats().UsedBytes
+		require.NoError(t, h.put(n))
+		require.GreaterOrEqual(t, h.store.Stats().UsedBytes-before, 4*int64(shelfFile))
+	}
+	used := h.store.Stats().UsedBytes
+	require.Equal(t, allocatedBelow(t, dir)+8*fs.more, used)
+	h.close()
+
+	h = openShelf(t, dir, "m", StoreOptions{FS: fs}).scanned()
+	require.Equal(t, used, h.store.Stats().UsedBytes)
+	h.close()
+
+	// Half of them fit now.
+	limit := used/2 + 4*shelfFile
+	h = openShelf(t, dir, "m", StoreOptions{FS: fs, CapBytes: limit}).scanned()
+	h.wait("eviction", func() bool { return h.store.Stats().UsedBytes <= limit })
+	h.quiet()
+	require.LessOrEqual(t, h.disk.Count(), 4)
+	require.Positive(t, h.disk.Count())
+}
+
+// A scan that comes by while a chunk is written leaves its temp file alone.
+func TestScanLeavesTempsOfItsOwnSession(t *testing.T) {
+	fs := &faultFS{}
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs}).scanned()
+	dead := chunk.TempName(shelfKey(2), h.store.session^1, 1)
+	scanned := false
+	fs.set(func(call, path string) error {
+		if call != "rename" || filepath.Ext(path) != ".kvc" || scanned {
+			return nil
+		}
+		scanned = true
+		require.NoError(t, os.WriteFile(filepath.Join(filepath.Dir(path), dead), []byte("x"), 0o600))
+		require.Len(t, filesBelow(t, filepath.Dir(path), ".tmp"), 2)
+		require.NoError(t, h.store.scanUnit(h.disk.dir, int(shelfKey(1)[0])))
+		require.Len(t, filesBelow(t, filepath.Dir(path), ".tmp"), 1)
+		return nil
+	})
+	require.NoError(t, h.put(1))
+	require.True(t, scanned)
+	require.NoError(t, h.get(1))
+}
