@@ -5,6 +5,9 @@ prompt cold, and answers a second prompt with the same prefix from DRAM after
 the engine's own prefix cache was emptied. The second life is a new process and
 has only the disk. Every answer is compared, tokens and logprobs bit for bit,
 to what the engine itself answers for the same prompt at the same boundary.
+
+Then an engine of several processes, in C++, shows the other half: what one
+topology stored, others load (reshard.py).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import reshard
 from life import EngineFailed, Life
 from model import Shape, write_model
 
@@ -83,6 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="kvtier's main job on a real vLLM engine")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result there as JSON")
     parser.add_argument("--keep", metavar="DIR", type=Path, help="use this directory (emptied first) and keep it")
+    parser.add_argument("--only", choices=("vllm", "reshard"), help="only this half of the demo")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts (default 1)")
     args = parser.parse_args()
     # Ended from outside, the engine's processes shall not outlive the demo.
@@ -92,18 +97,29 @@ def main() -> int:
     if args.keep:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
+    result: dict[str, Any] = {}
+    wrong: list[str] = []
     try:
-        runs, disk = demonstrate(work, args.seed, console)
-    except EngineFailed as e:
+        if args.only != "reshard":
+            runs, disk = demonstrate(work, args.seed, console)
+            show(runs, disk, console)
+            result |= {"runs": [r.as_json() for r in runs], "disk": disk}
+            wrong += complaints(runs, disk)
+        if args.only != "vllm":
+            passages = reshard.run(work, console)
+            result["reshard"] = passages["reshard"]
+            wrong += passages["complaints"]
+    except (EngineFailed, reshard.ReshardFailed) as e:
         console.print(f"[red]{e}[/red]")
         return 2
     finally:
         if not args.keep:
             shutil.rmtree(work, ignore_errors=True)
-    show(runs, disk, console)
     if args.json:
-        args.json.write_text(json.dumps({"runs": [r.as_json() for r in runs], "disk": disk}, indent=1) + "\n")
-    return verdict(runs, disk, console)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    for line in wrong:
+        console.print(f"[red]{line}[/red]")
+    return 1 if wrong else 0
 
 
 class Stage:
@@ -186,14 +202,12 @@ def show(runs: list[Run], disk: dict[str, int], console: Console) -> None:
     console.print(f"on disk: {disk['bytes'] / 2**20:.1f} MiB of {disk['cap'] / 2**20:.0f} MiB allowed ({share:.1f} %)")
 
 
-def verdict(runs: list[Run], disk: dict[str, int], console: Console) -> int:
+def complaints(runs: list[Run], disk: dict[str, int]) -> list[str]:
     wrong = [f"{r.name}: the output differs" for r in runs if not r.outputs_equal]
     wrong += [f"{r.name}: loaded {r.answer['loaded']}, expected {r.expected}" for r in runs if not r.hit]
     if disk["bytes"] > disk["cap"]:
         wrong.append("the disk holds more than its cap")
-    for line in wrong:
-        console.print(f"[red]{line}[/red]")
-    return 1 if wrong else 0
+    return wrong
 
 
 if __name__ == "__main__":
