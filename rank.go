@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvtier/kvtier/dcp"
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/steps"
 	"github.com/kvtier/kvtier/internal/wire"
 	"github.com/kvtier/kvtier/tier"
 )
@@ -282,6 +283,13 @@ type StoreOp struct {
 // are aborted.
 func (r *Rank) Store(s StoreOp) error {
 	v, l, session, release, err := r.m.use()
+	if err == ErrNotAccepted {
+		// The coordinator has heard of the acceptance first. Whoever waits for this
+		// rank's part learns that it does not come.
+		if l, session, err := r.m.attached(); err == nil && session == s.Session {
+			report(l, s.Op, r.aborted(s.Grants))
+		}
+	}
 	if err != nil {
 		if err == ErrClosed {
 			return err
@@ -292,15 +300,29 @@ func (r *Rank) Store(s StoreOp) error {
 	if session != s.Session {
 		return ErrStale
 	}
-	done := make([]wire.Done, len(s.Grants))
-	for i, g := range s.Grants {
+	done := r.aborted(s.Grants)
+	steps.At(steps.StoreBegun)
+	err = r.fill(v, &s, done)
+	steps.At(steps.StoreCopied)
+	report(l, s.Op, done)
+	steps.At(steps.StoreDone)
+	return err
+}
+
+// aborted is the answer to grants of which nothing is copied.
+func (r *Rank) aborted(grants []Grant) []wire.Done {
+	done := make([]wire.Done, len(grants))
+	for i, g := range grants {
 		done[i] = wire.Done{Slot: g.Slot, Generation: g.Generation, Part: r.part, Status: wire.StatusAborted}
 	}
-	err = r.fill(v, &s, done)
+	return done
+}
+
+// report answers every grant of an operation.
+func report(l link, op uint64, done []wire.Done) {
 	for batch := range slices.Chunk(done, MaxKeys) {
-		l.sure(&wire.Request{Type: wire.StoreDone, Op: s.Op, Done: batch})
+		l.sure(&wire.Request{Type: wire.StoreDone, Op: op, Done: batch})
 	}
-	return err
 }
 
 // fill copies and sets the status of what was copied.
@@ -329,6 +351,7 @@ func (r *Rank) fill(v *view, s *StoreOp, done []wire.Done) error {
 			failed = fmt.Errorf("chunk %d: %w", g.Index, ErrStale)
 			continue
 		}
+		steps.At(steps.StoreChunk)
 		if err := dcp.Gather(slot, r.geometry, cols, ordinal, s.Blocks, firstBlock, &v.stop); err != nil {
 			failed = fmt.Errorf("chunk %d: %w", g.Index, err)
 			if v.stop.Load() {

@@ -99,18 +99,17 @@ func (s *selfTestRun) run(pages bool) error {
 // not come to answer end when the rank leaves.
 func (s *selfTestRun) store(grants []Verdict) error {
 	op := StoreOp{Op: s.op, Blocks: s.pages.blocks}
-	done := make([]wire.Done, len(grants))
 	for i, g := range grants {
 		op.Grants = append(op.Grants, Grant{Index: uint32(i), Slot: g.Slot, Generation: g.Generation})
-		done[i] = wire.Done{Slot: g.Slot, Generation: g.Generation, Part: s.r.part, Status: wire.StatusAborted}
 	}
+	done := s.r.aborted(op.Grants)
 	if err := s.pages.rank.fill(s.v, &op, done); err != nil && !errors.Is(err, ErrStale) && !errors.Is(err, dcp.ErrStopped) {
 		return err
 	}
 	for _, g := range grants {
 		s.r.testStep("stored", s.v.slot(tier.Ref{Slot: g.Slot, Generation: g.Generation}))
 	}
-	s.link.sure(&wire.Request{Type: wire.StoreDone, Op: s.op, Done: done})
+	report(s.link, s.op, done)
 	return nil
 }
 

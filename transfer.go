@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvtier/kvtier/dcp"
 	"github.com/kvtier/kvtier/internal/spawn"
+	"github.com/kvtier/kvtier/internal/steps"
 	"github.com/kvtier/kvtier/internal/wire"
 	"github.com/kvtier/kvtier/tier"
 )
@@ -259,18 +260,22 @@ func (t *loader) step(l *load) {
 		if err == nil {
 			release()
 		}
-		t.end(l, EventStale, nil)
+		t.end(l, EventStale, t.linkOf(l))
 		return
 	}
 	defer release()
+	steps.At(steps.LoadBegun)
 	status := t.window(l, v, link)
 	switch {
 	case status != EventOK:
 		t.end(l, status, link)
 	case l.next == l.chunks:
+		steps.At(steps.LoadAllDone)
 		t.end(l, EventOK, link)
 	default:
+		steps.At(steps.LoadWindow)
 		t.ask(l, link)
+		steps.At(steps.LoadAsked)
 	}
 }
 
@@ -306,6 +311,7 @@ func (t *loader) window(l *load, v *view, link link) (status EventStatus) {
 		}
 		done = append(done, part)
 	}
+	steps.At(steps.LoadCopied)
 	if len(done) > 0 {
 		link.sure(&wire.Request{Type: wire.LoadDone, Op: l.op.Op, Done: done})
 	}
@@ -325,6 +331,7 @@ func (t *loader) copyChunk(l *load, v *view, cols []dcp.Columns, w Verdict) Even
 	}
 	clip := dcp.Span{First: int(l.op.FirstToken), Tokens: int(l.op.Tokens)}
 	ordinal := int(l.op.FirstToken)/g.C + l.next
+	steps.At(steps.LoadChunk)
 	err := dcp.Scatter(slot, g, cols, ordinal, clip, l.op.Blocks, int(l.op.FirstToken)/(g.B*g.D), &l.stop)
 	if err != nil {
 		t.mu.Lock()
@@ -426,6 +433,7 @@ func (t *loader) end(l *load, status EventStatus, link link) {
 	t.mu.Unlock()
 	if link != nil {
 		link.sure(&wire.Request{Type: wire.LoadDone, Op: l.op.Op, Flags: wire.LoadDoneEnd})
+		steps.At(steps.LoadEnded)
 	}
 	e := Event{Kind: EventLoad, Op: l.op.Op, Rank: t.r.id, Status: status, FirstFailed: uint32(l.next)}
 	if status == EventOK {
@@ -449,10 +457,16 @@ func (t *loader) finishAll(status EventStatus) {
 		if l == nil {
 			return
 		}
-		link, session, err := t.r.m.attached()
-		if err != nil || session != l.op.Session {
-			link = nil
-		}
-		t.end(l, status, link)
+		t.end(l, status, t.linkOf(l))
 	}
+}
+
+// linkOf gives the link to the leader that knows a load, accepted there or not; nil
+// when it is gone. That leader waits for the end of the load in any case.
+func (t *loader) linkOf(l *load) link {
+	link, session, err := t.r.m.attached()
+	if err != nil || session != l.op.Session {
+		return nil
+	}
+	return link
 }
