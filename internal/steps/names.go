@@ -1,0 +1,27 @@
+package steps
+
+// The steps of a store on a rank, in order. StoreChunk comes once for every chunk of
+// which the rank has rows.
+const (
+	StoreBegun  = "store begun"  // the grants are here, nothing is copied
+	StoreChunk  = "store chunk"  // the next chunk's slot is checked, its copy begins
+	StoreCopied = "store copied" // everything is copied, nothing reported
+	StoreDone   = "store done"   // reported
+)
+
+// The steps of a load on a rank, in order; those from LoadChunk to LoadAsked repeat.
+const (
+	LoadBegun   = "load begun"  // the worker has it
+	LoadChunk   = "load chunk"  // the next chunk's slot is checked, its copy begins
+	LoadCopied  = "load copied" // a window is copied, nothing reported
+	LoadWindow  = "load window" // its chunks are reported, more are to come
+	LoadAsked   = "load asked"  // the next window is asked for
+	LoadAllDone = "load all"    // the last window is reported, the end is not
+	LoadEnded   = "load ended"  // the end is reported to the leader, not to the host
+)
+
+// Store and Load list the steps.
+var (
+	Store = []string{StoreBegun, StoreChunk, StoreCopied, StoreDone}
+	Load  = []string{LoadBegun, LoadChunk, LoadCopied, LoadWindow, LoadAsked, LoadAllDone, LoadEnded}
+)
