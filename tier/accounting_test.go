@@ -97,3 +97,31 @@ func TestScanLeavesTempsOfItsOwnSession(t *testing.T) {
 	require.True(t, scanned)
 	require.NoError(t, h.get(1))
 }
+
+// Whoever clears a cache in use takes away temp files and directories too. A chunk is
+// lost by that; the disk is not to blame.
+func TestClearingUnderAWriteIsNoDiskError(t *testing.T) {
+	fs := &faultFS{}
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs}).scanned()
+	for n := range 20 { // more than the breaker takes
+		fs.set(func(call, path string) error {
+			if call == "rename" && filepath.Ext(path) == ".kvc" {
+				if n%2 == 0 {
+					require.NoError(t, os.RemoveAll(h.disk.dir.path))
+				} else {
+					require.NoError(t, os.Remove(filesBelow(t, filepath.Dir(path), ".tmp")[0]))
+				}
+			}
+			return nil
+		})
+		require.ErrorIs(t, h.put(n), ErrIO)
+		require.False(t, h.disk.Has(shelfKey(n)))
+	}
+	fs.set(nil)
+	st := h.store.Stats()
+	require.Equal(t, "on", st.State)
+	require.Equal(t, map[string]uint64{"io": 20}, st.Dropped)
+	require.Equal(t, map[string]uint64{"ENOENT": 20}, st.Errors)
+	require.NoError(t, h.put(3))
+	require.NoError(t, h.get(3))
+}

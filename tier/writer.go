@@ -132,7 +132,7 @@ func (j *writeJob) write(page []byte) error {
 		switch {
 		case err == nil, errors.Is(err, ErrRemoved), errors.Is(err, ErrOff), errors.Is(err, ErrClosed):
 			return err
-		case foreign(err):
+		case foreign(err), absent(err): // somebody has cleared or replaced things meanwhile
 			s.count.inc(s.count.errors, errnoName(err))
 			return fmt.Errorf("%w: %w", ErrIO, err)
 		case !noSpace(err):
@@ -375,11 +375,11 @@ func (j *writeJob) rename(temp string, st *sys.Stat, stamp int64) (took int64, e
 		return took, ErrRemoved
 	}
 	if s.o.Durable {
-		if err := syncDir(s.fs, d.dir.subPath(k)); err != nil {
+		if err := syncDir(s.fs, d.dir.subPath(k)); err != nil && !absent(err) {
 			s.diskError("sync "+d.dir.subPath(k), err) // the chunk is there all the same
 		}
 	}
-	if err := s.countDir(d.dir, int(k[0])); err != nil {
+	if err := s.countDir(d.dir, int(k[0])); err != nil && !absent(err) {
 		s.diskError("count "+d.dir.subPath(k), err)
 	}
 	return took, nil
