@@ -1,0 +1,7 @@
+//go:build !race
+
+package soak
+
+import "time"
+
+const defaultLength = 60 * time.Second
