@@ -246,7 +246,7 @@ func (r *Rank) columns(v *view, store bool) ([]dcp.Columns, error) {
 			if reg.AllRows {
 				c = &whole
 			}
-			c.Regions = append(c.Regions, r.region(reg, placed[j].Offset))
+			c.Regions = joined(c.Regions, r.region(reg, placed[j].Offset))
 		}
 		for _, c := range []dcp.Columns{sharded, whole} {
 			if len(c.Regions) > 0 {
@@ -255,6 +255,20 @@ func (r *Rank) columns(v *view, store bool) ([]dcp.Columns, error) {
 		}
 	}
 	return out, nil
+}
+
+// joined appends a region, or makes it part of the last one when both follow each
+// other in the page and in the row: heads that lie together are one copy.
+func joined(regions []dcp.Region, reg dcp.Region) []dcp.Region {
+	if n := len(regions); n > 0 {
+		last := &regions[n-1]
+		if unsafe.Add(last.Base, last.Bytes) == reg.Base && last.RowOffset+last.Bytes == reg.RowOffset &&
+			last.BlockStride == reg.BlockStride && last.TokenStride == reg.TokenStride && last.Blocks == reg.Blocks {
+			last.Bytes += reg.Bytes
+			return regions
+		}
+	}
+	return append(regions, reg)
 }
 
 // pointer makes a pointer of an address outside the Go heap.
