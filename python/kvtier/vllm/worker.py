@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: How long registration waits for the leader to accept the group.
 READY_S = 5.0
+#: How long a self-test over all ranks may take.
+SELFTEST_S = 5.0
 _EVENTS = 256
 
 
@@ -88,6 +90,8 @@ class WorkerHalf:
         self._stopping: kvtier.Rank | None = None  # closed, but with a copy still running
         self._pages: mapping.PageMap | None = None
         self._chunk = 0
+        self._unproven: kvtier.Rank | None = None  # registered, and not accepted in time
+        self._disproved = ""  # by a self-test on a thread of its own
         self._running: dict[int, LoadPlan] = {}  # loads without a report, by operation
         self._by_request: dict[str, int] = {}
         self._finished: set[str] = set()  # to be reported with the next results
@@ -162,8 +166,11 @@ class WorkerHalf:
         if memory_only:
             logger.info("kvtier: nothing of this model goes to disk: %s", "; ".join(reasons))
         try:
-            self._announce(rank.ready(READY_S), who)
+            accepted = rank.ready(READY_S)
+            self._prove(rank, pages=True)  # no request yet: the pages are nobody's
+            self._announce(accepted, who)
         except kvtier.Timeout:
+            self._prove_later(rank)
             logger.info(
                 "kvtier: %s is registered; until a leader accepts the group, every lookup is a miss (%s)",
                 who.model,
@@ -172,6 +179,37 @@ class WorkerHalf:
         except kvtier.Error as e:
             self.close()
             raise e
+
+    def _prove(self, rank: kvtier.Rank, pages: bool) -> None:
+        """Sends a pattern of all ranks through the cache and back. Raises
+        kvtier.SelfTestFailed, on every rank."""
+        try:
+            rank.selftest(pages, SELFTEST_S)
+        except kvtier.SelfTestFailed:
+            raise
+        except kvtier.Error as e:
+            logger.info("kvtier: the self-test came to no end, so it proves nothing: %s", e)
+
+    def _prove_later(self, rank: kvtier.Rank) -> None:
+        """For a group that is not accepted yet. The pages will be in use by then and the
+        engine must not wait, so private memory stands for them, on a thread."""
+
+        def prove() -> None:
+            while self._unproven is rank:
+                try:
+                    rank.ready(1.0)
+                    self._prove(rank, pages=False)
+                    return
+                except kvtier.Timeout:
+                    continue
+                except kvtier.SelfTestFailed as e:
+                    self._disproved = f"{type(e).__name__}: {e}"
+                    return
+                except kvtier.Error:
+                    return  # refused, or closed meanwhile
+
+        self._unproven = rank
+        threading.Thread(target=prove, name="kvtier-selftest", daemon=True).start()
 
     def _announce(self, a: kvtier.Accepted, who: identity.Identity) -> None:
         """One line an engine that says what the cache will do."""
@@ -226,6 +264,7 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Ends copies, then the cache. Bounded; idempotent."""
+        self._unproven = None
         rank, self._rank = self._rank or self._stopping, None
         if rank is not None:
             self._stopping = rank
@@ -315,6 +354,8 @@ class WorkerHalf:
     def results(self, finished_requests: set[str]) -> KVConnectorTransferResults:
         if self._stopping is not None:
             self.close()
+        if self._disproved:
+            self.switch_off(self._disproved)
         if self._rank is not None:
             for request_id in finished_requests:
                 op = self._by_request.get(request_id)
