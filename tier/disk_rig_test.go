@@ -23,7 +23,8 @@ import (
 )
 
 const (
-	shelfPatience = 20 * time.Second
+	shelfPatience = 60 * time.Second
+	shelfPoll     = time.Millisecond
 	shelfPayload  = 10000 // bytes of a chunk; padded to 12288, the file has 16384
 	shelfFile     = 16384
 )
@@ -60,7 +61,9 @@ func openStoreAt(t rapid.TB, dir string, o StoreOptions) (*Root, *Store) {
 	if o.Tick == 0 {
 		o.Tick = 10 * time.Millisecond
 	}
-	o.Log = slog.New(slog.DiscardHandler)
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
 	s, err := OpenStore(r, o)
 	require.NoError(t, err)
 	return r, s
@@ -122,6 +125,15 @@ func pageAligned(n int) []byte {
 	return b[skip:][:n:n]
 }
 
+// usedBuffer is one in which something else lay before.
+func usedBuffer(n int) []byte {
+	b := pageAligned(n)
+	for i := range b {
+		b[i] = 0xa5
+	}
+	return b
+}
+
 // shelfBytes are the padded payload of a key, different in every byte from any
 // other's with high probability.
 func shelfBytes(k chunk.Key) []byte {
@@ -167,7 +179,7 @@ func (h *shelf) answer(done chan error) error {
 func (h *shelf) get(n int) error {
 	h.t.Helper()
 	k := shelfKey(n)
-	dst := pageAligned(12288)
+	dst := usedBuffer(12288)
 	done := make(chan ReadResult, 2)
 	h.disk.Read(k, dst, func(r ReadResult) { done <- r })
 	select {

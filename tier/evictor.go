@@ -108,6 +108,8 @@ func (s *Store) unlinkEntry(v removal, evicted bool) {
 // dropEmptyDir gives back the block of a subdirectory in which nothing is left: with
 // a small cap the directories of former models would fill it. Needs the stripe.
 func (s *Store) dropEmptyDir(n *namespaceDir, unit int) {
+	n.counting.Lock()
+	defer n.counting.Unlock()
 	if s.fs.Rmdir(filepath.Join(n.path, subName(unit))) != nil {
 		return // not empty, as most of the time
 	}

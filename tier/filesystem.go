@@ -79,6 +79,9 @@ func noSpace(err error) bool {
 func errnoName(err error) string {
 	var errno syscall.Errno
 	if !errors.As(err, &errno) {
+		if errors.Is(err, errSlow) {
+			return "slow"
+		}
 		return "other"
 	}
 	if name, ok := errnoNames[errno]; ok {

@@ -50,6 +50,7 @@ func (d *Disk) Read(k chunk.Key, dst []byte, done func(ReadResult)) {
 func (j *readJob) size() int64 { return int64(len(j.dst)) }
 
 func (j *readJob) refuse(err error) {
+	clear(j.dst)
 	j.d.s.count.inc(j.d.s.count.misses, missName(err))
 	j.done(ReadResult{Err: err})
 }

@@ -16,13 +16,21 @@ import (
 	"github.com/kvtier/kvtier/internal/sys"
 )
 
-// lockChild is the argument that makes the test binary lead a root and wait.
-const lockChild = "-lead-root="
+// lockChild is the argument that makes the test binary lead a root and wait, forkChild
+// the one that makes it fork besides.
+const (
+	lockChild = "-lead-root="
+	forkChild = "-lead-root-and-fork="
+)
 
 func TestMain(m *testing.M) {
 	for _, arg := range os.Args[1:] {
 		if path, ok := cutPrefix(arg, lockChild); ok {
 			leadRoot(path)
+			return
+		}
+		if path, ok := cutPrefix(arg, forkChild); ok {
+			leadRootAndFork(path)
 			return
 		}
 	}
@@ -55,7 +63,12 @@ type leader struct {
 
 func startLeader(t *testing.T, path string) *leader {
 	t.Helper()
-	cmd := exec.Command(os.Args[0], lockChild+path)
+	return startChild(t, lockChild+path)
+}
+
+func startChild(t *testing.T, argument string) *leader {
+	t.Helper()
+	cmd := exec.Command(os.Args[0], argument)
 	stdin, err := cmd.StdinPipe()
 	require.NoError(t, err)
 	stdout, err := cmd.StdoutPipe()

@@ -192,6 +192,8 @@ func (s *Store) sweep(path string) error {
 // countDir accounts what a directory itself takes; with the namespace's own come
 // the sidecar's bytes.
 func (s *Store) countDir(n *namespaceDir, unit int) error {
+	n.counting.Lock()
+	defer n.counting.Unlock()
 	path := n.path
 	if unit != scanList {
 		path = filepath.Join(path, subName(unit))
@@ -296,16 +298,20 @@ func (s *Store) classify(n *namespaceDir, e *diskEntry) {
 	}
 }
 
+// addDir makes a directory known that was not there when the root was listed.
+func (s *Store) addDir(n *namespaceDir) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.dirs = append(s.dirs, n)
+	if n.left > 0 {
+		s.budget.known = false
+		s.spawn("disk scan", s.scan) // the first ones may have ended
+	}
+}
+
 // bind gives a directory to the Disk of its namespace, whose sidecar is checked.
 func (s *Store) bind(n *namespaceDir, d *Disk) {
 	s.mu.Lock()
-	if !slices.Contains(s.dirs, n) {
-		s.dirs = append(s.dirs, n)
-		if n.left > 0 {
-			s.budget.known = false
-			s.spawn("disk scan", s.scan) // the first ones may have ended
-		}
-	}
 	n.disk = d
 	s.budget.setLargest(d.layout.FileBytes)
 	s.changed.Broadcast()

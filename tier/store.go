@@ -127,6 +127,7 @@ type namespaceDir struct {
 	name, path string
 	prefix     string // of the fingerprint, from the name
 	stripes    [256]sync.Mutex
+	counting   sync.Mutex // over what looks at a directory and accounts it; after a stripe, before Store.mu
 
 	// Guarded by Store.mu.
 	index    diskIndex
@@ -411,6 +412,7 @@ func (s *Store) Namespace(ns *chunk.Namespace) (*Disk, error) {
 	if n != nil && n.disk != nil {
 		return n.disk, nil // set under opening only
 	}
+	made := false
 	if n == nil {
 		name := chunk.DirName(ns.Model, fp)
 		n = newNamespaceDir(s.root.path, name, fp.String()[:32])
@@ -421,21 +423,24 @@ func (s *Store) Namespace(ns *chunk.Namespace) (*Disk, error) {
 				return nil, fmt.Errorf("namespace %s: %w", name, errors.Join(err, ErrNotDirectory))
 			}
 			n.todo, n.left = []int{scanList}, 1 // came into being since the root was listed
+		} else {
+			made = true
 		}
+		s.addDir(n) // its bytes count even if the rest fails
 	}
 	rebuilt, err := checkSidecar(s.fs, n.path, canonical)
 	if err == nil && s.o.Durable {
 		// Subdirectories of a run that was not durable: later chunks there have to be.
 		err = syncDir(s.fs, n.path)
 	}
-	if err != nil {
-		return nil, fmt.Errorf("namespace %s: %w", n.name, err)
-	}
-	if err := s.countDir(n, scanList); err != nil {
+	if err := errors.Join(err, s.countDir(n, scanList)); err != nil {
 		return nil, fmt.Errorf("namespace %s: %w", n.name, err)
 	}
 	if rebuilt {
 		s.count.add(&s.count.sidecars, 1)
+	}
+	if rebuilt && !made {
+		s.log.Warn("layout.json was missing or damaged, it is written anew and the chunks are used", "path", n.path)
 	}
 	d := &Disk{s: s, dir: n, layout: layout, fingerprint: fp, canonical: canonical, pending: map[chunk.Key]*writeJob{}}
 	s.bind(n, d)

@@ -157,6 +157,9 @@ func (b *box) put(n int) error {
 func (b *box) get(n int) error {
 	b.t.Helper()
 	dst := aligned(padded)
+	for i := range dst {
+		dst[i] = 0xa5 // something else lay there before
+	}
 	done := make(chan tier.ReadResult, 1)
 	b.disk.Read(key(n), dst, func(r tier.ReadResult) { done <- r })
 	select {
