@@ -30,6 +30,7 @@ type attachment struct {
 	charges  []uint32          // by slot: leases and loads of this member that count it
 	charged  int               // slots with a charge
 	onDisk   int               // chunks leased by number
+	copying  func() bool       // whether it may touch a slot that was taken back; nil: it may
 }
 
 // accepted is what a member of an accepted group gets. The space lives until the
@@ -330,6 +331,18 @@ func (a *attachment) leave(goodbye bool) {
 		}
 	}
 }
+
+// watchCopies tells how to see whether a copy of the member is under way. It is asked
+// under the leader's lock.
+func (a *attachment) watchCopies(copying func() bool) {
+	a.l.lock()
+	defer a.l.unlock()
+	a.copying = copying
+}
+
+// idle says that no copy of the member is under way, so that it touches no slot that
+// was taken back before.
+func (a *attachment) idle() bool { return a.copying != nil && !a.isGone && !a.copying() }
 
 // tell queues the outcome of a declaration for after the lock.
 func (l *leader) tell(done func(*accepted, *wire.Refuse), yes *accepted, no *wire.Refuse) {

@@ -48,6 +48,7 @@ func (l *leader) tick() time.Duration {
 		for _, o := range g.loads {
 			o.expire(now)
 			waiting = waiting || o.decided < len(o.keys)
+			idle = idle || o.owner.isGone
 		}
 		if g.test != nil && g.test.expire(now) {
 			waiting = true

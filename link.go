@@ -37,6 +37,11 @@ type link interface {
 	// reset tells the leader that the group begins a new epoch.
 	reset(epoch []byte) error
 
+	// beginCopy and endCopy bracket everything that touches slots, the look whether
+	// the slot is meant for this rank included. The link is not closed between them.
+	beginCopy()
+	endCopy()
+
 	lost() <-chan struct{}
 
 	// close says goodbye and ends the link. No copy of this session may be

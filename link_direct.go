@@ -2,6 +2,7 @@ package kvtier
 
 import (
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvtier/kvtier/internal/wire"
@@ -19,6 +20,8 @@ type directLink struct {
 	// to end it: nothing may reach an attachment after gone.
 	serving sync.RWMutex
 	closed  bool
+
+	copies atomic.Int32 // under way
 }
 
 func newDirectLink(l *leader, h *wire.Hello, gone <-chan struct{}) (*directLink, error) {
@@ -26,7 +29,9 @@ func newDirectLink(l *leader, h *wire.Hello, gone <-chan struct{}) (*directLink,
 	if err != nil {
 		return nil, err
 	}
-	return &directLink{a: a, w: w, ready: make(chan declaration, 1), gone: gone}, nil
+	d := &directLink{a: a, w: w, ready: make(chan declaration, 1), gone: gone}
+	a.watchCopies(func() bool { return d.copies.Load() != 0 })
+	return d, nil
 }
 
 func (d *directLink) welcome() *wire.Welcome { return d.w }
@@ -90,6 +95,10 @@ func (d *directLink) reset(epoch []byte) error {
 	d.a.reset(epoch)
 	return nil
 }
+
+func (d *directLink) beginCopy() { d.copies.Add(1) }
+
+func (d *directLink) endCopy() { d.copies.Add(-1) }
 
 func (d *directLink) lost() <-chan struct{} { return d.gone }
 

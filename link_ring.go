@@ -295,6 +295,10 @@ func (r *ringLink) remove(keys []Key, timeout time.Duration) error {
 
 func (r *ringLink) reset(epoch []byte) error { return r.conn.Send(&wire.Reset{Epoch: epoch}) }
 
+func (r *ringLink) beginCopy() { r.ring.BeginCopy() }
+
+func (r *ringLink) endCopy() { r.ring.EndCopy() }
+
 func (r *ringLink) lost() <-chan struct{} { return r.lostCh }
 
 func (r *ringLink) close() {

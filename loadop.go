@@ -449,4 +449,18 @@ func (o *loadOp) expire(now time.Time) {
 		o.failFrom(o.decided)
 	}
 	o.dismiss(func(w *loadWait) bool { return !w.until.IsZero() && !now.Before(w.until) }, wire.StatusTimeout)
+	if o.owner.isGone && o.decided == len(o.keys) && !now.Before(o.until) {
+		o.passOver()
+	}
+}
+
+// passOver ends the operation for ranks that do not copy, once its coordinator is gone
+// and its time is over: they may never hear of it. One that does after all finds that
+// the leader does not know it, or that the slots are used for something else.
+func (o *loadOp) passOver() {
+	for rank, a := range o.crew.members {
+		if o.ended>>rank&1 == 0 && a.idle() {
+			o.rankEnded(a)
+		}
+	}
 }

@@ -151,7 +151,8 @@ func (m *member) detach(l link) {
 }
 
 // use gives the view of the present session for a copy. The caller calls release
-// when it has stopped.
+// when it has stopped; until then the leader takes it to be copying, so it looks at
+// the slot table only in between.
 func (m *member) use() (v *view, l link, session uint64, release func(), err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -163,8 +164,13 @@ func (m *member) use() (v *view, l link, session uint64, release func(), err err
 	case m.view == nil:
 		return nil, nil, 0, nil, ErrNotAccepted
 	}
-	m.view.users.Add(1)
-	return m.view, m.link, m.session, m.view.users.Done, nil
+	v, l = m.view, m.link
+	v.users.Add(1)
+	l.beginCopy()
+	return v, l, m.session, func() {
+		l.endCopy()
+		v.users.Done()
+	}, nil
 }
 
 // attached gives the present link.

@@ -193,6 +193,7 @@ func (p *peer) serve(hello *wire.Hello, welcome *wire.Welcome, death <-chan stru
 			return false
 		}
 		p.ring = ring
+		p.a.watchCopies(ring.Copying)
 		segment, requests, replies := ring.Files()
 		files = []*os.File{segment, requests, replies}
 	}

@@ -286,13 +286,27 @@ func (o *storeOp) memberDead(a *attachment) {
 func (o *storeOp) expire(now time.Time) {
 	for i := range o.parts {
 		p := &o.parts[i]
-		if p.ended || p.dropped || now.Before(p.until) {
+		if p.dropped && !p.ended {
+			o.passOver(p)
+			continue
+		}
+		if p.ended || now.Before(p.until) {
 			continue
 		}
 		late := p.expected &^ p.done
 		o.count.Stores.Expired++
 		o.g.l.log.Debug("chunk not complete in time", "group", o.g.id, "op", o.op, "late_ranks", bits.OnesCount64(late))
 		o.drop(p)
+	}
+}
+
+// passOver ends the wait of a slot that drains for ranks that do not copy: they may
+// never have heard of the operation, and would find the slot taken back.
+func (o *storeOp) passOver(p *storePart) {
+	for late := p.expected &^ p.done; late != 0; late &= late - 1 {
+		if rank := bits.TrailingZeros64(late); o.crew.members[rank].idle() {
+			o.partDone(p, 1<<rank, false)
+		}
 	}
 }
 

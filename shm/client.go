@@ -62,6 +62,7 @@ func OpenRing(segment, requestBell, replyBell *os.File) (*RingClient, error) {
 				sleeps: &h.requestSleeps.Uint32, bell: request,
 			},
 			ownClosed: &h.memberClosed,
+			copies:    &h.memberCopies,
 			owed:      make(map[uint32]uint32, Credits),
 		},
 		session: fixed.session, member: fixed.member, credits: fixed.credits,

@@ -19,6 +19,7 @@ type endpoint struct {
 	mu        sync.Mutex // guards the fields below
 	out       producer
 	ownClosed *word             // shared, written here only
+	copies    *word             // shared, written by the member
 	owed      map[uint32]uint32 // seq of each open request: bytes reserved for its reply
 	reserved  uint32            // sum over owed
 	shutDown  bool              // nobody touches the segment any more, but for a Next that ends

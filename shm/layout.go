@@ -71,6 +71,7 @@ type header struct {
 	replySleeps   word // member: the consumer of replies waits on its doorbell
 	leaderClosed  word
 	memberClosed  word
+	memberCopies  word // member: how many of its copies are under way
 }
 
 // The offsets are part of the protocol.
@@ -90,6 +91,7 @@ var (
 	_ = [1]struct{}{}[unsafe.Offsetof(header{}.replySleeps)-0x300]
 	_ = [1]struct{}{}[unsafe.Offsetof(header{}.leaderClosed)-0x380]
 	_ = [1]struct{}{}[unsafe.Offsetof(header{}.memberClosed)-0x400]
+	_ = [1]struct{}{}[unsafe.Offsetof(header{}.memberCopies)-0x480]
 )
 
 // rings divides a mapped segment.

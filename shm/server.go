@@ -58,6 +58,7 @@ func NewRingServer(session uint64, member uint32, replyBytes func(msg []byte) (i
 				sleeps: &h.replySleeps.Uint32, bell: replyBell,
 			},
 			ownClosed: &h.leaderClosed,
+			copies:    &h.memberCopies,
 			owed:      make(map[uint32]uint32, Credits),
 		},
 		replyBytes: replyBytes,
