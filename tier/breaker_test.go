@@ -1,7 +1,10 @@
 package tier
 
 import (
+	"bytes"
 	"fmt"
+	"log/slog"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -107,6 +110,121 @@ func TestDiskErrorsSwitchTheTierOffAndItComesBack(t *testing.T) {
 			})
 		}
 	}
+}
+
+// What a write meets when the system refuses it: no partial file, right books, and
+// the same chunk can be stored later.
+func TestFailedWritesLeaveNothing(t *testing.T) {
+	for _, errno := range []syscall.Errno{syscall.EIO, syscall.EMFILE, syscall.EACCES, syscall.ENOMEM, syscall.ENOSPC, syscall.EDQUOT} {
+		for _, call := range []string{"open", "write", "half a write", "sync", "rename"} {
+			t.Run(fmt.Sprint(call, " ", errno), func(t *testing.T) {
+				fs := &faultFS{}
+				now := time.Now()
+				var shift atomic.Int64
+				clock := func() time.Time { return now.Add(time.Duration(shift.Load())) }
+				h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs, Durable: true, Now: clock}).scanned()
+				full := noSpace(errno)
+				if !full { // else room is made, and they go
+					require.NoError(t, h.put(1))
+				}
+				h.quiet()
+				failing := failing(strings.TrimPrefix(call, "half a "), errno)
+				if call == "half a write" {
+					fs.short = true
+					whole := failing
+					n := 0
+					failing = func(c, path string) error {
+						if err := whole(c, path); err != nil {
+							if n++; n%2 == 0 { // the first part has arrived
+								return err
+							}
+						}
+						return nil
+					}
+				}
+				fs.set(failing)
+				err := h.put(2)
+				want := ErrIO
+				if full {
+					want = ErrNoRoom
+				}
+				require.ErrorIs(t, err, want)
+				require.ErrorIs(t, err, errno)
+				fs.set(nil)
+				h.quiet()
+				st := h.store.Stats()
+				tries := uint64(1)
+				if full {
+					tries = 2 // after room was made
+				}
+				require.Equal(t, map[string]uint64{errnoName(errno): tries}, st.Errors)
+				require.Equal(t, "on", st.State)
+				require.Zero(t, st.DirtyBytes)
+				require.Zero(t, st.ReservedBytes)
+				require.False(t, h.disk.Has(shelfKey(2)))
+				require.Empty(t, filesBelow(t, h.root.Path(), ".tmp"))
+				require.Equal(t, allocatedBelow(t, h.root.Path()), st.UsedBytes)
+				shift.Store(int64(2 * fullPause))
+				require.NoError(t, h.put(2), "the same chunk, later")
+				require.NoError(t, h.get(2))
+				if !full {
+					require.NoError(t, h.get(1))
+				}
+			})
+		}
+	}
+}
+
+// The log says once that the tier goes off and once that it is back, whatever else
+// happens meanwhile.
+func TestBreakerSaysSoOnce(t *testing.T) {
+	var mu sync.Mutex
+	var log bytes.Buffer
+	lines := func() []string {
+		mu.Lock()
+		defer mu.Unlock()
+		return strings.Split(strings.TrimSpace(log.String()), "\n")
+	}
+	fs := &faultFS{}
+	var shift atomic.Int64
+	began := time.Now()
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{
+		FS: fs, Now: func() time.Time { return began.Add(time.Duration(shift.Load())) },
+		Log: slog.New(slog.NewTextHandler(&lockedWriter{&mu, &log}, nil)),
+	}).scanned()
+	for n := range 4 {
+		require.NoError(t, h.put(n))
+	}
+	fs.set(failing("", syscall.EIO))
+	for i := range 200 {
+		require.Error(t, h.get(i%4))
+		require.Error(t, h.put(100+i))
+		h.disk.Touch(shelfKey(0), 0)
+		h.disk.Remove(shelfKey(500 + i))
+	}
+	fs.set(nil)
+	require.Len(t, lines(), 1)
+	require.Contains(t, lines()[0], "disk tier is off")
+	require.Contains(t, lines()[0], "input/output error")
+	shift.Store(int64(2 * time.Minute))
+	h.wait("return", func() bool { return h.disk.Has(shelfKey(0)) })
+	for n := range 4 {
+		require.NoError(t, h.get(n))
+	}
+	h.close()
+	require.Len(t, lines(), 2)
+	require.Contains(t, lines()[1], "on again")
+}
+
+type lockedWriter struct {
+	mu *sync.Mutex
+	w  *bytes.Buffer
+}
+
+func (l *lockedWriter) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.w.Write(b)
 }
 
 func TestDiskReadWrongOnceIsReadAgain(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/kvtier/kvtier/internal/chunk"
 	"github.com/kvtier/kvtier/internal/sys"
@@ -144,6 +145,24 @@ func TestDiskWrongFilesAreMissesAndGo(t *testing.T) {
 		{"zeros of the right size", "footer", func(t *testing.T, path string) {
 			require.NoError(t, os.WriteFile(path, make([]byte, shelfFile), 0o600))
 		}},
+		{"zeros below the true footer", "payload", func(t *testing.T, path string) {
+			b, err := os.ReadFile(path)
+			require.NoError(t, err)
+			clear(b[:footer])
+			require.NoError(t, os.WriteFile(path, b, 0o600))
+		}},
+		{"sparse", "footer", func(t *testing.T, path string) {
+			require.NoError(t, os.Truncate(path, 0))
+			require.NoError(t, os.Truncate(path, shelfFile))
+		}},
+		{"a hole", "payload", func(t *testing.T, path string) {
+			f, err := os.OpenFile(path, os.O_WRONLY, 0)
+			require.NoError(t, err)
+			require.NoError(t, unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 4096, 4096))
+			require.NoError(t, f.Close())
+		}},
+		{"one page short", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, shelfFile-4096)) }},
+		{"one byte long", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, shelfFile+1)) }},
 		{"truncated", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, 5000)) }},
 		{"one byte short", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, shelfFile-1)) }},
 		{"empty", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, 0)) }},
