@@ -209,7 +209,7 @@ func refuseNetwork(path string) error {
 func loadRootFile(dir string) (rootFile, error) {
 	path := filepath.Join(dir, rootFileName)
 	for range 8 {
-		b, err := os.ReadFile(path)
+		b, err := readSmall(LocalFilesystem{}, path, maxRootFile)
 		if err == nil {
 			return parseRootFile(path, b)
 		}
