@@ -175,6 +175,28 @@ func TestFailedWritesLeaveNothing(t *testing.T) {
 	}
 }
 
+// A temp file that cannot be removed takes its room until it can, in this session.
+func TestTempFileThatCannotBeRemovedGoesLater(t *testing.T) {
+	fs := &faultFS{}
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs}).scanned()
+	require.NoError(t, h.put(1))
+	unlink := failing("unlink", syscall.EIO)
+	rename := failing("rename", syscall.EIO)
+	fs.set(func(call, path string) error {
+		if err := unlink(call, path); err != nil {
+			return err
+		}
+		return rename(call, path)
+	})
+	require.ErrorIs(t, h.put(2), ErrIO)
+	require.Len(t, filesBelow(t, h.root.Path(), ".tmp"), 1)
+	require.Equal(t, allocatedBelow(t, h.root.Path()), h.store.Stats().UsedBytes)
+	fs.set(nil)
+	h.wait("its end", func() bool { return len(filesBelow(t, h.root.Path(), ".tmp")) == 0 })
+	h.wait("the books", func() bool { return allocatedBelow(t, h.root.Path()) == h.store.Stats().UsedBytes })
+	require.NoError(t, h.put(2))
+}
+
 // The log says once that the tier goes off and once that it is back, whatever else
 // happens meanwhile.
 func TestBreakerSaysSoOnce(t *testing.T) {
