@@ -8,6 +8,7 @@ library."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -15,9 +16,11 @@ import pickle
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import models
 import numpy as np
@@ -49,6 +52,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SparseCacheRole
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+import kvtier.vllm.scheduler as scheduler_half
 
 HERE = Path(__file__).resolve().parent
 MAX_LEN = 1024
@@ -141,6 +146,17 @@ def end_server() -> None:
         _server = None
 
 
+@contextlib.contextmanager
+def patience() -> Iterator[None]:
+    """The scheduler half waits milliseconds for its leader, and a miss follows; on a
+    busy machine a test would see misses that it does not ask for."""
+    with (
+        mock.patch.object(scheduler_half, "LOAD_WAIT_S", 30.0),
+        mock.patch.object(scheduler_half, "STORE_WAIT_S", 30.0),
+    ):
+        yield
+
+
 class RankDied(Exception):
     pass
 
@@ -213,6 +229,7 @@ class Cluster:
         scheduler_adjust: Any = None,
         blunders: dict[int, str] | None = None,
         model: Path | None = None,
+        max_len: int = MAX_LEN,
         home: Path,
     ) -> None:
         Cluster._number += 1
@@ -226,7 +243,7 @@ class Cluster:
         self.ranks: list[RankHandle] = []
         self._block_count = blocks
         self.scheduler: Scheduler | None = None
-        cfg = self.config = self._configure(extra, model or self._model(home))
+        cfg = self.config = self._configure(extra, model or self._model(home), max_len)
         world = cfg.parallel_config.world_size
         t = topology
         if kind.draft_layers:
@@ -316,11 +333,11 @@ class Cluster:
             target_parallel_config=self.config.parallel_config,
         )
 
-    def _configure(self, extra: dict[str, Any], model: Path) -> VllmConfig:
+    def _configure(self, extra: dict[str, Any], model: Path, max_len: int) -> VllmConfig:
         t = self.topology
         if model not in _model_configs:  # takes seconds
             _model_configs[model] = ModelConfig(
-                model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_LEN, enforce_eager=True
+                model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=max_len, enforce_eager=True
             )
         cfg = VllmConfig(
             model_config=_model_configs[model],
@@ -335,7 +352,7 @@ class Cluster:
             scheduler_config=SchedulerConfig(
                 max_num_seqs=16,
                 max_num_batched_tokens=8192,
-                max_model_len=MAX_LEN,
+                max_model_len=max_len,
                 is_encoder_decoder=False,
                 enable_chunked_prefill=True,
             ),
@@ -348,6 +365,7 @@ class Cluster:
                 kv_connector_extra_config={
                     "chunk_tokens": self.chunk,
                     "min_load_tokens": 1,
+                    "lookup_wait_s": 30,
                     "required": True,
                     "dram_gib": 0.0625,
                 }

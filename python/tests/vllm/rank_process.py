@@ -70,7 +70,7 @@ class Job:
     backend: str  # the attention backend that the layers name; empty: none
     init: str  # where the process groups meet
     first_draft_layer: int
-    blunder: str = ""  # what is wrong about this rank's pages, for the self-test
+    blunder: str = ""  # what the connector is made to take wrong about this rank's pages
 
 
 @dataclass
@@ -110,6 +110,7 @@ class Pages:
         os.environ["TRITON_INTERPRET"] = "1"
         block_table.tl = tl
         self._kernel = triton.jit(block_table.ComputeSlotMappingKernel.kernel)
+        self.rows: np.ndarray | None = None  # [layer, token, byte] of the first tokens, instead
         self._layers = []
         for name, cache in caches.items():
             number = int(name.split(".layers.")[1].split(".")[0])
@@ -151,6 +152,9 @@ class Pages:
             for i, head in enumerate(heads):
                 width = pages.shape[3]
                 values = rows(want, number, head, width)
+                if self.rows is not None:
+                    given = tokens < self.rows.shape[1]
+                    values = np.concatenate([self.rows[number, tokens[given]], values[~given]])
                 if isinstance(spec, MLAAttentionSpec) and spec.cache_role is SparseCacheRole.INDEXER:
                     # All values of a block, then all scales.
                     flat = pages[:, 0].reshape(len(pages), -1)
@@ -222,6 +226,10 @@ class Rank:
         """Makes the connector take this rank's pages for something else."""
         from kvtier.vllm import mapping
 
+        if what == "interleave":
+            geometry = mapping.geometry
+            mapping.geometry = lambda *args: dataclasses.replace(geometry(*args), interleave=1)
+            return
         original = mapping.page_map
 
         def wrong(*args: Any, **kw: Any) -> mapping.PageMap:
@@ -278,6 +286,10 @@ class Rank:
 
     def only(self, value: int) -> bool:
         return all(bool((cache.view(torch.uint8) == value).all()) for cache in self.caches.values())
+
+    def use_rows(self, path: str) -> None:
+        """Bytes of a file instead of made ones, for the first tokens of every request."""
+        self.pages.rows = np.load(path)
 
     def fail_at(self, chunks: int) -> None:
         """The next load of this rank ends after so many chunks: what it brought beyond

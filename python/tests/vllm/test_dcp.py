@@ -17,6 +17,12 @@ def server():
     cluster.end_server()
 
 
+@pytest.fixture(autouse=True)
+def patience():
+    with cluster.patience():
+        yield
+
+
 def document(seed: int, n: int) -> list[int]:
     out, x = [], seed
     for _ in range(n):
