@@ -45,16 +45,17 @@ type claim struct {
 	bytes      int
 	replicated bool
 	allRows    bool
-	rank       int   // that declared it first
-	byDCP      []int // by DCP rank: the lowest rank that holds those rows, -1 = nobody
+	rank       int      // that declared it first
+	holders    []uint64 // by DCP rank: the ranks that hold those rows
 }
 
 // agree makes the union of the declarations, one per rank, in the order of ranks.
 // The error says what differs, in words for all members.
 //
 // The rows of a chunk belong to DCP ranks. Of the ranks that hold the same rows of
-// a replicated region the lowest writes them, so every byte of a chunk has exactly
-// one writer; a region that is not replicated must have one holder per DCP rank.
+// a replicated region one writes them, so every byte of a chunk has exactly one
+// writer; they take turns from region to region. A region that is not replicated must
+// have one holder per DCP rank.
 func agree(declared []*wire.Declare) (*agreement, error) {
 	d0 := declared[0]
 	for r, d := range declared {
@@ -86,10 +87,7 @@ func agree(declared []*wire.Declare) (*agreement, error) {
 				c := column{gi, reg.Component, reg.Name, reg.Layer, reg.Head}
 				known := claims[c]
 				if known == nil {
-					known = &claim{bytes: reg.Bytes, replicated: reg.Replicated, allRows: reg.AllRows, rank: r, byDCP: make([]int, d0.DCP)}
-					for i := range known.byDCP {
-						known.byDCP[i] = -1
-					}
+					known = &claim{bytes: reg.Bytes, replicated: reg.Replicated, allRows: reg.AllRows, rank: r, holders: make([]uint64, d0.DCP)}
 					claims[c] = known
 					ns.Groups[gi].Regions = append(ns.Groups[gi].Regions, chunk.Region{
 						Bytes: reg.Bytes, Component: reg.Component, Head: reg.Head, Layer: reg.Layer, Name: reg.Name,
@@ -104,8 +102,8 @@ func agree(declared []*wire.Declare) (*agreement, error) {
 	for gi, g := range ns.Groups {
 		for _, reg := range g.Regions {
 			c := column{gi, reg.Component, reg.Name, reg.Layer, reg.Head}
-			for d, owner := range claims[c].byDCP {
-				if owner < 0 {
+			for d, holders := range claims[c].holders {
+				if holders == 0 {
 					return nil, fmt.Errorf("%v: no rank with DCP rank %d declares it, so its rows would be missing", c, d)
 				}
 			}
@@ -178,15 +176,24 @@ func (k *claim) join(c column, r, d int, reg wire.DeclaredRegion) error {
 	if reg.AllRows != k.allRows {
 		return fmt.Errorf("%v: rank %d declares all rows %v, rank %d declares %v", c, r, reg.AllRows, k.rank, k.allRows)
 	}
-	switch owner := k.byDCP[d]; {
-	case owner < 0:
-		k.byDCP[d] = r
-	case owner == r:
+	switch holders := k.holders[d]; {
+	case holders>>r&1 != 0:
 		return fmt.Errorf("%v: rank %d declares it twice", c, r)
-	case !k.replicated:
-		return fmt.Errorf("%v: ranks %d and %d both hold the rows of DCP rank %d, and it is not replicated", c, owner, r, d)
+	case holders != 0 && !k.replicated:
+		return fmt.Errorf("%v: ranks %d and %d both hold the rows of DCP rank %d, and it is not replicated", c, bits.TrailingZeros64(holders), r, d)
 	}
+	k.holders[d] |= 1 << r
 	return nil
+}
+
+// writer is the rank that writes the rows of DCP rank d, for the region with this place
+// in the row.
+func (k *claim) writer(d, place int) int {
+	holders := k.holders[d]
+	for range place % bits.OnesCount64(holders) {
+		holders &= holders - 1
+	}
+	return bits.TrailingZeros64(holders)
 }
 
 // seal turns the union into namespace, layout and fingerprint.
@@ -210,10 +217,11 @@ func (ag *agreement) seal(ns *chunk.Namespace) error {
 
 // place tells every rank where its regions lie and which of them it writes.
 func (ag *agreement) place(declared []*wire.Declare, claims map[column]*claim) {
-	offsets := make(map[column]int, len(claims))
+	offsets, places := make(map[column]int, len(claims)), make(map[column]int, len(claims))
 	for gi, g := range ag.namespace.Groups {
 		for i, reg := range g.Regions {
-			offsets[column{gi, reg.Component, reg.Name, reg.Layer, reg.Head}] = ag.layout.Groups[gi].RegionOffsets[i]
+			c := column{gi, reg.Component, reg.Name, reg.Layer, reg.Head}
+			offsets[c], places[c] = ag.layout.Groups[gi].RegionOffsets[i], i
 		}
 	}
 	ag.writers = make([]uint64, ag.geometry.D)
@@ -224,7 +232,7 @@ func (ag *agreement) place(declared []*wire.Declare, claims map[column]*claim) {
 			out := make([]wire.AcceptedRegion, len(g.Regions))
 			for i, reg := range g.Regions {
 				c := column{gi, reg.Component, reg.Name, reg.Layer, reg.Head}
-				writes := claims[c].byDCP[d.DCPRank] == r
+				writes := claims[c].writer(d.DCPRank, places[c]) == r
 				out[i] = wire.AcceptedRegion{Offset: offsets[c], Writes: writes}
 				if writes {
 					ag.writers[d.DCPRank] |= 1 << r
