@@ -2,6 +2,7 @@ package kvtier
 
 import (
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"sync"
@@ -16,6 +17,9 @@ import (
 const (
 	helloTimeout = 10 * time.Second
 	maxPeers     = 1024
+	// maxPeersOfOne bounds the connections of one process, ended ones included until
+	// it is gone: what it breaks takes no place of others.
+	maxPeersOfOne = 128
 	// unwatchedGrace is how long after the end of its socket a process that
 	// cannot be watched may still write into slots.
 	unwatchedGrace = 30 * time.Second
@@ -64,8 +68,10 @@ func (s *server) accept() {
 			continue
 		}
 		p := &peer{s: s, conn: conn, stop: make(chan struct{}), out: make(chan frame, 8)}
-		if !s.add(p) {
+		if err := s.add(p); err != nil {
+			_ = conn.Send(&wire.Refuse{Reason: err.Error()}) // the first frame, for which there is room
 			conn.Close()
+			conn.Forget()
 			continue
 		}
 		spawn.Go("peer", func(err error) { s.log.Error("a member is dropped", "error", err) }, func() {
@@ -75,15 +81,26 @@ func (s *server) accept() {
 	}
 }
 
-func (s *server) add(p *peer) bool {
+func (s *server) add(p *peer) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed || len(s.peers) >= maxPeers {
-		return false
+	pid, mine := p.conn.PeerPID(), 0
+	for other := range s.peers {
+		if pid != 0 && other.conn.PeerPID() == pid {
+			mine++
+		}
+	}
+	switch {
+	case s.closed:
+		return errLeaderClosed
+	case mine >= maxPeersOfOne:
+		return fmt.Errorf("process %d has %d connections to the leader, or had them and has not ended", pid, mine)
+	case len(s.peers) >= maxPeers:
+		return fmt.Errorf("the leader has %d connections", len(s.peers))
 	}
 	s.peers[p] = struct{}{}
 	s.wg.Add(1)
-	return true
+	return nil
 }
 
 func (s *server) remove(p *peer) {

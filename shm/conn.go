@@ -33,6 +33,7 @@ const (
 type Conn struct {
 	socket *net.UnixConn
 	uid    uint32
+	pid    int
 
 	sending sync.Mutex
 	sendErr error // guarded by sending; sticky, as a frame may have gone out in part
@@ -57,7 +58,7 @@ func newConn(socket *net.UnixConn) (*Conn, error) {
 		socket.Close()
 		return nil, err
 	}
-	c := &Conn{socket: socket, uid: cred.UID}
+	c := &Conn{socket: socket, uid: cred.UID, pid: int(cred.PID)}
 	// At once, not in WatchDeath: without SO_PEERPIDFD the kernel might give the
 	// pid to another process meanwhile.
 	c.process, c.noWatch = sys.PeerProcess(socket)
@@ -66,6 +67,10 @@ func newConn(socket *net.UnixConn) (*Conn, error) {
 
 // PeerUID is the user the peer runs as.
 func (c *Conn) PeerUID() uint32 { return c.uid }
+
+// PeerPID is the peer's process when it connected; 0 when it cannot be seen from here.
+// It may be another process by now.
+func (c *Conn) PeerPID() int { return c.pid }
 
 // Send sends v as one frame, and duplicates of files with it, which stay the
 // caller's. A json.RawMessage goes out as it is. A peer that does not read for

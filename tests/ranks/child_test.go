@@ -22,8 +22,8 @@ type childSpec struct {
 	Ranks  int
 	Rank   int
 	Shape  shape
-	// NoWeights leaves out what rank 0 declares.
-	Model string
+	Model  string
+	Attack *attackSpec `json:",omitempty"` // it is no rank, it is hostile
 }
 
 // request is a line that a child reads. Each is answered by one line with its ID.
@@ -71,6 +71,9 @@ func runChild(text string) error {
 	c := &child{out: json.NewEncoder(os.Stdout)}
 	if err := json.Unmarshal([]byte(text), &c.spec); err != nil {
 		return err
+	}
+	if c.spec.Attack != nil {
+		return c.spec.Attack.run(c)
 	}
 	cfg, err := kvtier.ParseConfig([]byte(c.spec.Config))
 	if err != nil {

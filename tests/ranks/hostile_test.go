@@ -1,0 +1,285 @@
+package ranks
+
+import (
+	"encoding/json"
+	"flag"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvtier/kvtier"
+	"github.com/kvtier/kvtier/internal/sys"
+	"github.com/kvtier/kvtier/internal/wire"
+	"github.com/kvtier/kvtier/shm"
+)
+
+var seedFlag = flag.Uint64("seed", 0, "of random tests; 0: drawn")
+
+func seed(t *testing.T) uint64 {
+	s := *seedFlag
+	if s == 0 {
+		s = uint64(time.Now().UnixNano())
+	}
+	t.Logf("seed %d (-seed %d)", s, s)
+	return s
+}
+
+// besieged is a live leader process with an engine that goes on working.
+type besieged struct {
+	t      *testing.T
+	r      root
+	leader *process
+	c      *kvtier.Cache
+	g      *group
+	base   *prefix
+	seed   uint32
+}
+
+func newBesieged(t *testing.T) *besieged {
+	b := &besieged{t: t, r: root{dir: t.TempDir(), slots: 256, extra: shortParts}, seed: 100}
+	b.leader = start(t, childSpec{Config: b.r.config("leader"), Rank: -1})
+	require.Equal(t, kvtier.StateLeader, b.leader.call(request{Cmd: "state"}).State)
+	b.c = open(t, b.r.config("member"))
+	b.g = newGroup(t, b.c, "good", shape{D: 2, I: 2, B: 8, C: 24, Blocks: 32, Widths: []int{48, 17}}, b.r.config)
+	b.base = b.g.newPrefix(1, 6, 0)
+	b.g.store(b.base)
+	return b
+}
+
+const shortParts = `,"part_deadline_s":2,"part_first_done_deadline_s":2,"load_window_deadline_s":2`
+
+// works: the engine stores and loads, with right bytes.
+func (b *besieged) works() {
+	b.t.Helper()
+	b.seed++
+	p := b.g.newPrefix(b.seed, 3, 10)
+	b.g.store(p)
+	b.g.load(p)
+	b.g.load(b.base)
+}
+
+// attack runs one hostile process to its end.
+func (b *besieged) attack(a attackSpec) uint64 {
+	b.t.Helper()
+	a.Dir = b.r.dir
+	p := start(b.t, childSpec{Attack: &a})
+	c := make(chan line, 1)
+	p.mu.Lock()
+	p.waiting[1] = c
+	p.mu.Unlock()
+	select {
+	case l, ok := <-c:
+		require.True(b.t, ok, "%+v ended early", a)
+		require.Empty(b.t, l.Err, "%+v", a)
+		<-p.gone
+		_ = p.cmd.Wait()
+		return l.Sum
+	case <-time.After(2 * wait):
+		require.FailNow(b.t, "an attack does not end", "%+v", a)
+	}
+	return 0
+}
+
+// held is what the leader's process has: descriptors, bytes of memory, members.
+func (b *besieged) holds() (files, resident, members int) {
+	b.t.Helper()
+	names, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", b.leader.cmd.Process.Pid))
+	require.NoError(b.t, err)
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", b.leader.cmd.Process.Pid))
+	require.NoError(b.t, err)
+	for _, l := range strings.Split(string(status), "\n") {
+		if rest, ok := strings.CutPrefix(l, "RssAnon:"); ok {
+			_, err = fmt.Sscan(rest, &resident)
+			require.NoError(b.t, err)
+		}
+	}
+	var all struct {
+		Leader struct {
+			Members int `json:"members"`
+		} `json:"leader"`
+	}
+	text, err := b.c.Stats()
+	require.NoError(b.t, err)
+	require.NoError(b.t, json.Unmarshal(text, &all))
+	return len(names), resident << 10, all.Leader.Members
+}
+
+// attacksOf says how many attacks of a kind there are, and how many one process does.
+var attacksOf = map[string]struct{ n, each int }{
+	"ring":    {ringAttacks(), 64},
+	"soup":    {200, 50},
+	"hello":   {9 * 18, 81},
+	"declare": {600, 100},
+	"frames":  {100, 50},
+}
+
+// Every field of every message and frame takes values that it must not have. The
+// leader neither ends, hangs, nor keeps anything, and others go on.
+func TestLeaderOutlivesHostilePeers(t *testing.T) {
+	s := seed(t)
+	b := newBesieged(t)
+	b.works()
+	files, resident, members := b.holds()
+	for kind, attacks := range attacksOf {
+		began := time.Now()
+		dropped := uint64(0)
+		for from := 0; from < attacks.n; from += attacks.each {
+			dropped += b.attack(attackSpec{Kind: kind, From: from, To: min(from+attacks.each, attacks.n), Seed: s})
+			b.works()
+		}
+		t.Logf("%s: %d attacks, %d connections dropped, %v", kind, attacks.n, dropped, time.Since(began).Round(time.Millisecond))
+	}
+	requireQuiet(t, b.c)
+	require.Eventually(t, func() bool {
+		f, _, m := b.holds()
+		return f <= files && m == members
+	}, wait, 10*time.Millisecond, "descriptors and members do not come down to %d and %d", files, members)
+	_, after, _ := b.holds()
+	require.Less(t, after, resident+(256<<20), "the leader keeps memory")
+	require.Zero(t, panics(t, b))
+}
+
+// panics are those that the leader has contained.
+func panics(t *testing.T, b *besieged) int {
+	t.Helper()
+	var s struct {
+		Process struct {
+			Panics int `json:"panics"`
+		} `json:"process"`
+	}
+	require.NoError(t, json.Unmarshal(b.leader.call(request{Cmd: "stats"}).Text, &s))
+	return s.Process.Panics
+}
+
+// Who does not fit is told why.
+func TestLeaderRefusesWithAReason(t *testing.T) {
+	b := newBesieged(t)
+	a := &attackSpec{Dir: b.r.dir}
+	for name, c := range map[string]struct {
+		hello   func(*wire.Hello)
+		declare func(*wire.Declare)
+		reason  string
+		final   bool
+	}{
+		"version":        {hello: func(h *wire.Hello) { h.Protocol++ }, reason: "use the same version", final: true},
+		"older version":  {hello: func(h *wire.Hello) { h.Protocol-- }, reason: "use the same version", final: true},
+		"duplicate rank": {hello: func(h *wire.Hello) { h.Group, h.Ranks, h.Rank, h.Coordinator = "good", 2, 1, false }, reason: "attached already"},
+		"duplicate coordinator": {hello: func(h *wire.Hello) { h.Group, h.Ranks, h.Rank = "good", 2, -1 },
+			reason: "has a coordinator already"},
+		"another size":    {hello: func(h *wire.Hello) { h.Group, h.Ranks, h.Rank = "good", 3, 2 }, reason: "has 2 ranks"},
+		"too many ranks":  {hello: func(h *wire.Hello) { h.Ranks = 65 }, reason: "must be 1 to 64", final: true},
+		"rank beyond":     {hello: func(h *wire.Hello) { h.Rank = 1 }, reason: "rank 1 of a group of 1", final: true},
+		"geometry":        {declare: func(d *wire.Declare) { d.Interleave = 3 }, reason: "does not divide", final: true},
+		"two DCP ranks":   {declare: func(d *wire.Declare) { d.DCP = 2 }, reason: "no rank with DCP rank 1", final: true},
+		"no model":        {declare: func(d *wire.Declare) { d.Identity.Model = "" }, reason: "model", final: true},
+		"a huge chunk":    {declare: func(d *wire.Declare) { d.Groups[0].Regions[0].Bytes = 1 << 20 }, reason: "raise dram_gib", final: true},
+		"a region twice":  {declare: func(d *wire.Declare) { d.Groups[0].Regions = append(d.Groups[0].Regions, d.Groups[0].Regions[0]) }, reason: "twice", final: true},
+		"no region":       {declare: func(d *wire.Declare) { d.Groups[0].Regions = nil }, reason: "region", final: true},
+		"a foreign group": {declare: func(d *wire.Declare) { d.Groups[0].Kind = "other" }, reason: "other", final: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			conn, err := a.dial()
+			require.NoError(t, err)
+			defer conn.Forget()
+			defer conn.Close()
+			h, d := validHello(), validDeclare()
+			if c.hello != nil {
+				c.hello(h)
+			}
+			require.NoError(t, conn.Send(h))
+			f, files, err := recv(conn)
+			require.NoError(t, err)
+			sys.CloseFiles(files)
+			if c.declare != nil {
+				require.IsType(t, &wire.Welcome{}, f)
+				c.declare(d)
+				require.NoError(t, conn.Send(d))
+				f, files, err = recv(conn)
+				require.NoError(t, err)
+				sys.CloseFiles(files)
+			}
+			require.IsType(t, &wire.Refuse{}, f)
+			require.Contains(t, f.(*wire.Refuse).Reason, c.reason)
+			require.Equal(t, c.final, f.(*wire.Refuse).Final)
+			_ = conn.Send(&wire.Goodbye{})
+		})
+	}
+	b.works()
+}
+
+// A peer that asks and does not read its answers uses up its own ring.
+func TestDeafPeerHarmsOnlyItself(t *testing.T) {
+	b := newBesieged(t)
+	spec := &attackSpec{Dir: b.r.dir}
+	deaf, err := spec.join()
+	require.NoError(t, err)
+	defer deaf.close()
+	for n := range 1000 {
+		deaf.seq++
+		req := &wire.Request{Type: wire.Lookup, Seq: deaf.seq, Run: &wire.Run{Keys: deaf.keys}}
+		m, err := req.Append(nil)
+		require.NoError(t, err)
+		deaf.put(m)
+		if n%100 == 50 {
+			b.works()
+		}
+	}
+	// The same with large answers: half of the ring is the most that is owed.
+	for range 20 {
+		deaf.seq++
+		req := &wire.Request{Type: wire.StoreBegin, Op: uint64(deaf.seq), Seq: deaf.seq, Run: &wire.Run{Keys: make([]kvtier.Key, wire.MaxKeys)}}
+		m, err := req.Append(nil)
+		require.NoError(t, err)
+		deaf.put(m)
+	}
+	require.Eventually(t, func() bool { return deaf.word(closedBy).Load() != 0 }, wait, time.Millisecond, "it is dropped")
+	b.works()
+	// One that is stopped with its ring full of requests.
+	p := start(t, childSpec{Config: b.r.config("member"), Group: "stopped", Ranks: 1, Rank: 0, Shape: evilShape, Model: model})
+	p.call(request{Cmd: "ready"})
+	p.freeze()
+	b.works()
+	p.thaw()
+	p.call(request{Cmd: "ready"})
+}
+
+// A process that connects again and again takes no place of others.
+func TestConnectionsOfOneProcessAreBounded(t *testing.T) {
+	b := newBesieged(t)
+	a := &attackSpec{Dir: b.r.dir}
+	var conns []*shm.Conn
+	defer func() {
+		for _, c := range conns {
+			c.Close()
+			c.Forget()
+		}
+	}()
+	full := false
+	for range 1100 {
+		conn, err := a.dial()
+		if err != nil {
+			break
+		}
+		conns = append(conns, conn)
+		if conn.Send(validHello()) != nil {
+			full = true
+			break
+		}
+		_, files, err := recv(conn)
+		sys.CloseFiles(files)
+		if err != nil {
+			full = true
+			break
+		}
+	}
+	require.True(t, full)
+	require.Less(t, len(conns), 300)
+	// Others come in.
+	p := start(t, childSpec{Config: b.r.config("member"), Group: "late", Ranks: 1, Rank: 0, Shape: evilShape, Model: model})
+	p.call(request{Cmd: "ready"})
+	b.works()
+}
