@@ -130,6 +130,37 @@ func TestOtherNamespacesAreNotAdopted(t *testing.T) {
 	require.NoError(t, r.Close())
 }
 
+// A temp file of this very session is being written: looking through its directory
+// again leaves it alone, whatever else is swept there.
+func TestTempFileOfTheLiveSessionStays(t *testing.T) {
+	fs := &faultFS{}
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs}).scanned()
+	require.NoError(t, h.put(1)) // the directory is there
+	k := shelfKey(1)
+	k[31]++ // beside it
+	gate, reached := make(chan struct{}), make(chan struct{})
+	fs.set(func(call, path string) error {
+		if call == "rename" && path == h.disk.dir.filePath(k) {
+			close(reached)
+			<-gate
+		}
+		return nil
+	})
+	done := make(chan error, 1)
+	require.True(t, h.disk.Write(shelfJob(k, 0, chunk.Key{}, func(err error) { done <- err })))
+	<-reached
+	dead := filepath.Join(filepath.Dir(h.file(1)), chunk.TempName(k, h.store.session+1, 1))
+	require.NoError(t, os.WriteFile(dead, make([]byte, 100), 0o600))
+	require.NoError(t, h.store.scanUnit(h.disk.dir, int(k[0])))
+	require.NoFileExists(t, dead)
+	require.Len(t, filesBelow(t, h.root.Path(), ".tmp"), 1)
+	close(gate)
+	require.NoError(t, h.answer(done))
+	require.True(t, h.disk.Has(k))
+	require.Equal(t, uint64(1), h.store.Stats().Swept)
+	require.Equal(t, allocatedBelow(t, h.root.Path()), h.store.Stats().UsedBytes)
+}
+
 func TestModelNamesNeverCollide(t *testing.T) {
 	long := strings.Repeat("x", 299)
 	names := []string{

@@ -19,7 +19,9 @@ import (
 // every kind of error: no wrong byte, no partial file, right books, and what failed
 // can be done again.
 func TestErrorAtEachCall(t *testing.T) {
-	for _, errno := range []syscall.Errno{syscall.EIO, syscall.ENOSPC, syscall.EMFILE, syscall.EROFS} {
+	for _, errno := range []syscall.Errno{
+		syscall.EIO, syscall.ENOSPC, syscall.EDQUOT, syscall.EMFILE, syscall.EACCES, syscall.ENOMEM, syscall.EROFS,
+	} {
 		t.Run(errno.Error(), func(t *testing.T) {
 			t.Parallel()
 			for n := 1; ; n++ {
