@@ -12,10 +12,14 @@ const (
 	// A tile is so many rank-local tokens of one block by all regions: long enough
 	// that the pages are read in runs, short enough that the rows it touches stay in
 	// the cache until all regions are in.
-	tileTokens = 16
+	tileTokens = 8
 	// Where rows are narrow, a tile may be longer.
 	tileMax   = 64
 	tileBytes = 256 << 10
+
+	// From so many bytes of one call on, more than a core has cache of its own, what is
+	// written does not go through the cache.
+	streamBytes = 2 << 20
 
 	// pieceBytes is how much is copied between two looks at the stop flag.
 	pieceBytes = 1 << 20
@@ -80,6 +84,13 @@ func transfer(slot []byte, g Geometry, cols []Columns, ordinal int, clip Span, b
 		runs[i] = r
 	}
 	m := mover{slot: unsafe.Pointer(unsafe.SliceData(slot)), stop: stop, toSlot: toSlot}
+	total := 0
+	for i := range cols {
+		total += (runs[i].end - runs[i].from) * cols[i].width()
+	}
+	if m.stream = canStream && total >= streamBytes; m.stream {
+		defer fence()
+	}
 	for i := range cols {
 		if !m.columns(&cols[i], runs[i], blocks, firstBlock) {
 			return ErrStopped
@@ -159,14 +170,19 @@ type mover struct {
 	stop   *atomic.Bool
 	left   int // bytes until the next look at stop
 	toSlot bool
+	stream bool // so much that nobody finds it in the cache afterwards
 }
 
-// tile is some consecutive tokens of one rank in one block: the rows they have in the
-// chunk and their places in the block.
+// tile is some consecutive tokens of one rank in one block.
 type tile struct {
-	rows, places [tileMax]int
-	n            int
-	id           int64 // of the block
+	runs [tileMax]struct {
+		row, place int // of the first token: in the chunk, and in the block
+		n          int
+	}
+	nruns              int
+	n                  int   // tokens of all runs
+	rowStep, placeStep int   // from one token of a run to the next
+	id                 int64 // of the block
 }
 
 // columns copies one run, tile by tile. It tells false when it was stopped.
@@ -176,18 +192,29 @@ func (m *mover) columns(c *Columns, r run, blocks []uint32, firstBlock int) bool
 	}
 	limit := c.tile()
 	vb, at := r.from/r.block, r.from%r.block
+	t := tile{rowStep: 1, placeStep: 1}
+	stripe := r.stripe
+	if stripe == 1 {
+		// Single tokens, evenly apart: one run for all of a tile.
+		stripe, t.rowStep = math.MaxInt, r.jump
+		if r.span > 0 {
+			t.placeStep = r.jump
+		}
+	}
 	row, inStripe := r.row, r.inStripe
-	var t tile
 	for left := r.end - r.from; left > 0; left -= t.n {
-		t.n = min(limit, left, r.block-at)
 		t.id = int64(blocks[vb-firstBlock])
-		for i := range t.n {
-			t.rows[i], t.places[i] = row, at+i
+		t.nruns, t.n = 0, 0
+		for end := min(limit, left, r.block-at); t.n < end; t.nruns++ {
+			u := &t.runs[t.nruns]
+			u.row, u.place = row, at+t.n
 			if r.span > 0 {
-				t.places[i] = r.start + row - vb*r.span
+				u.place = r.start + row - vb*r.span
 			}
-			row++
-			if inStripe++; inStripe == r.stripe {
+			u.n = min(stripe-inStripe, end-t.n)
+			t.n += u.n
+			row += u.n * t.rowStep
+			if inStripe += u.n; inStripe == stripe {
 				inStripe = 0
 				row += r.jump - 1
 			}
@@ -207,62 +234,60 @@ func (m *mover) columns(c *Columns, r run, blocks []uint32, firstBlock int) bool
 
 // tile is how many tokens of these columns are copied together.
 func (c *Columns) tile() int {
+	if c.width()*tileMax <= tileBytes {
+		return tileMax
+	}
+	return tileTokens
+}
+
+// width is how many bytes of a row are of these columns.
+func (c *Columns) width() int {
 	width := 0
 	for i := range c.Regions {
 		width += c.Regions[i].Bytes
 	}
-	if width*tileMax <= tileBytes {
-		return tileMax
-	}
-	return tileTokens
+	return width
 }
 
 // region copies what one region has of a tile.
 func (m *mover) region(c *Columns, r *Region, t *tile) bool {
 	page := unsafe.Add(r.Base, t.id*r.BlockStride)
 	slot := unsafe.Add(m.slot, c.Offset+r.RowOffset)
-	if t.n*r.Bytes > pieceBytes {
-		for i := range t.n {
-			if !m.pieces(unsafe.Add(page, int64(t.places[i])*r.TokenStride), unsafe.Add(slot, t.rows[i]*c.RowStride), r.Bytes) {
-				return false
-			}
-		}
-		return true
-	}
-	if !m.may(t.n * r.Bytes) {
+	if t.n*r.Bytes <= pieceBytes && !m.may(t.n*r.Bytes) {
 		return false
 	}
-	if r.Bytes == c.RowStride && r.TokenStride == int64(r.Bytes) {
-		m.merged(page, slot, r.Bytes, t)
-		return true
-	}
-	if m.toSlot {
-		for i := range t.n {
-			move(unsafe.Add(slot, t.rows[i]*c.RowStride), unsafe.Add(page, int64(t.places[i])*r.TokenStride), r.Bytes)
-		}
-	} else {
-		for i := range t.n {
-			move(unsafe.Add(page, int64(t.places[i])*r.TokenStride), unsafe.Add(slot, t.rows[i]*c.RowStride), r.Bytes)
+	tokenStride := int(r.TokenStride)
+	for i := range t.nruns {
+		u := &t.runs[i]
+		p, s := unsafe.Add(page, u.place*tokenStride), unsafe.Add(slot, u.row*c.RowStride)
+		pageStep, slotStep := t.placeStep*tokenStride, t.rowStep*c.RowStride
+		switch {
+		case t.n*r.Bytes > pieceBytes:
+			for k := range u.n {
+				if !m.pieces(unsafe.Add(p, k*pageStep), unsafe.Add(s, k*slotStep), r.Bytes) {
+					return false
+				}
+			}
+		case pageStep == r.Bytes && slotStep == r.Bytes:
+			// Without gaps on both sides: one piece.
+			m.rows(p, s, 1, 0, 0, u.n*r.Bytes)
+		default:
+			m.rows(p, s, u.n, pageStep, slotStep, r.Bytes)
 		}
 	}
 	return true
 }
 
-// merged copies tokens that follow each other without gaps on both sides: one copy
-// for every run of consecutive rows.
-func (m *mover) merged(page, slot unsafe.Pointer, width int, t *tile) {
-	for i := 0; i < t.n; {
-		n := 1
-		for i+n < t.n && t.rows[i+n] == t.rows[i]+n {
-			n++
-		}
-		p, s := unsafe.Add(page, t.places[i]*width), unsafe.Add(slot, t.rows[i]*width)
-		if m.toSlot {
-			move(s, p, n*width)
-		} else {
-			move(p, s, n*width)
-		}
-		i += n
+// rows copies n pieces in the mover's direction.
+func (m *mover) rows(page, slot unsafe.Pointer, n, pageStep, slotStep, width int) {
+	dst, src, dstStep, srcStep := page, slot, pageStep, slotStep
+	if m.toSlot {
+		dst, src, dstStep, srcStep = slot, page, slotStep, pageStep
+	}
+	if m.stream && streams(dst, dstStep, width) {
+		streamRows(dst, src, n, dstStep, srcStep, width)
+	} else {
+		copyRows(dst, src, n, dstStep, srcStep, width)
 	}
 }
 
@@ -293,8 +318,4 @@ func (m *mover) may(n int) bool {
 	}
 	m.left -= n
 	return true
-}
-
-func move(dst, src unsafe.Pointer, n int) {
-	copy(unsafe.Slice((*byte)(dst), n), unsafe.Slice((*byte)(src), n))
 }
