@@ -1,0 +1,238 @@
+"""Whose KV is found: real requests through vLLM's scheduler, with the same tokens and
+everything else different, also after a restart.
+
+Each *world* here has KV of its own in the rig, so that a hit across worlds shows in
+the counters and as wrong bytes in the pages.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from engine import Engine
+from test_keychain import adapter, image, lora
+from test_scheduler import DOC, make, warm  # noqa: F401
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+from kvtier.vllm.keychain import NotIdentified
+
+STORED = 576  # tokens of DOC in whole chunks
+PHOTO, OTHER_PHOTO = "ab" * 32, "cd" * 32
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Settings of one root on disk, which several engines use one after the other."""
+    path = tmp_path / "root"
+    return {"disk_path": str(path), "disk_gib": 0.05, "free_floor_gib": 0, "dirty_gib": 0.05}
+
+
+@pytest.fixture
+def start(make, root):  # noqa: F811
+    """Starts an engine on the root; the one before has written out and ended."""
+    running = []
+
+    def build(**extra):
+        stop(running)
+        e = make(extra=root | extra, recognisable=True, slots=300)
+        # A model without images: the scheduler needs room for what an encoder gives.
+        e.scheduler.max_num_encoder_input_tokens = 8192
+        e.scheduler.encoder_cache_manager = EncoderCacheManager(8192)
+        running.append(e)
+        return e
+
+    return build
+
+
+def stop(engines):
+    while engines:
+        e = engines.pop()
+        assert not e.settled() and e.cache.flush(30)
+        e.close()
+
+
+def ask(e, world=0, **kw) -> Counter:
+    """One request for DOC, without help of the engine's own cache; what was counted."""
+    if kw.get("mm_features") and not kw.get("cache_salt"):
+        kw["at"] = kw["mm_features"][0].mm_position.offset
+    e.scheduler.reset_prefix_cache()
+    e.scheduler.reset_encoder_cache()
+    e.counts.clear()
+    q = e.add(DOC, 2, world=world, **kw)
+    e.run()
+    assert len(q.request.output_token_ids) == 2 and not e.counts["errors"]
+    assert not e.problems
+    return e.counts.copy()
+
+
+def learn(e, world=0, **kw):
+    """Asks until the document is found. Slots come in the background, so what one
+    request brings may not all be taken."""
+    for _ in range(50):
+        if ask(e, world, **kw)["load_tokens"] == STORED:
+            return
+    raise AssertionError(f"never found: {kw}")
+
+
+#: Name -> what tells its requests apart, and how much of the document they share with
+#: a plain request: whole chunks of 64 tokens before the image.
+WORLDS = {
+    "plain": ({}, 0),
+    "a salt": ({"cache_salt": "one"}, 0),
+    "another salt": ({"cache_salt": "two"}, 0),
+    "an image": ({"mm_features": [image(70, 100, PHOTO)]}, 64),
+    "another image": ({"mm_features": [image(70, 100, OTHER_PHOTO)]}, 64),
+    "the image elsewhere": ({"mm_features": [image(71, 100, PHOTO)]}, 64),
+    "as much of another kind": ({"mm_features": [image(70, 100, PHOTO, "video")]}, 64),
+    "a shorter image": ({"mm_features": [image(70, 90, PHOTO)]}, 64),
+    "a later image": ({"mm_features": [image(400, 10, PHOTO)]}, 384),
+    "the image and a salt": ({"mm_features": [image(70, 100, PHOTO)], "cache_salt": "three"}, 0),
+    "a name of the caller's": ({"mm_features": [image(10, 100, "photo-1")], "cache_salt": "three"}, 0),
+    "another name": ({"mm_features": [image(10, 100, "photo-2")], "cache_salt": "three"}, 0),
+    "the name with another salt": ({"mm_features": [image(10, 100, "photo-1")], "cache_salt": "four"}, 0),
+}
+
+STRANGERS = (
+    ({"cache_salt": "five"}, 0),
+    ({"mm_features": [image(70, 100, "ef" * 32)]}, 64),
+    ({"mm_features": [image(69, 100, PHOTO)]}, 64),
+    ({"mm_features": [image(64, 100, PHOTO)]}, 64),
+    ({"mm_features": [image(63, 100, PHOTO)]}, 0),
+    ({"mm_features": [image(401, 10, PHOTO)]}, 384),
+)
+
+
+def test_no_world_finds_another_one(start):
+    e = start()
+    for world, (name, (what, shared)) in enumerate(WORLDS.items()):
+        assert ask(e, world, **what)["load_tokens"] == shared, f"{name}, at first"
+        learn(e, world, **what)
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"order of seed {seed}")
+    for restart in range(2):
+        e = start()
+        order = list(enumerate(WORLDS.items()))
+        random.Random(seed + restart).shuffle(order)
+        for world, (name, (what, _)) in order:
+            assert ask(e, world, **what)["load_tokens"] == STORED, f"{name}, restarted"
+    for world, (what, shared) in enumerate(STRANGERS, 100):
+        assert ask(e, world, **what)["load_tokens"] == shared, what
+
+
+@pytest.mark.parametrize("algorithm, seed", [("sha256_cbor", ""), ("sha256", "7")])
+def test_hash_algorithm_and_seed_of_the_engine_do_not_matter(start, monkeypatch, algorithm, seed):
+    """vLLM's own block hashes change with both."""
+    e = start()
+    assert e.config.cache_config.prefix_caching_hash_algo == "sha256"
+    before = e.add(DOC, 1).request.block_hashes[0]
+    e.run()
+    learn(e)
+    monkeypatch.setattr(e.config.cache_config, "prefix_caching_hash_algo", algorithm)
+    if seed:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    e = start()
+    assert e.add(DOC, 1).request.block_hashes[0] != before
+    e.run()
+    assert ask(e)["load_tokens"] == STORED
+
+
+def test_adapter_of_other_content_under_the_same_name_and_path(start, tmp_path, caplog):
+    """A LoRA that was trained again into the same directory."""
+    path = adapter(tmp_path / "a", b"weights of today")
+    e = start()
+    with caplog.at_level("INFO", logger="vllm.kvtier"):
+        first = ask(e, 1, lora_request=lora(path))
+    assert first["not_cached"] == 1 and not first["chunks_offered"], "its digest is not known yet"
+    assert any("LoRA adapter is still being read" in m for m in caplog.messages)
+    assert e.half._loras.wait(30)
+    learn(e, 1, lora_request=lora(path))
+    assert not ask(e)["load_tokens"], "the base model finds the adapter's KV"
+    learn(e)
+
+    adapter(path, b"weights of later")
+    caplog.clear()
+    with caplog.at_level("INFO", logger="vllm.kvtier"):
+        for _ in range(3):
+            try:
+                e.half._loras.get(lora(path))
+            except NotIdentified:
+                assert e.half._loras.wait(30)
+            # Which of the two this engine has loaded is not known.
+            counts = ask(e, 2, lora_request=lora(path))
+            assert not counts["load_tokens"] and not counts["chunks_offered"] and counts["not_cached"]
+    assert sum("changed after it was first used" in m for m in caplog.messages) == 1
+
+    e = start()
+    for _ in range(2):  # without and with the digest
+        assert not ask(e, 2, lora_request=lora(path))["load_tokens"], "KV of the earlier content"
+        assert e.half._loras.wait(30)
+    learn(e, 2, lora_request=lora(path))
+    assert ask(e)["load_tokens"] == STORED, "the base model lost its own"
+
+    adapter(path, b"weights of today")
+    e = start()
+    ask(e, 1, lora_request=lora(path))
+    assert e.half._loras.wait(30)
+    found = ask(e, 1, lora_request=lora(adapter(tmp_path / "moved", b"weights of today")))
+    assert e.half._loras.wait(30)
+    found = ask(e, 1, lora_request=lora(tmp_path / "moved"))
+    assert found["load_tokens"] == STORED, "the same content elsewhere is the same adapter"
+    assert ask(e, 1, lora_request=lora(path))["load_tokens"] == STORED
+
+
+def not_identified(n):
+    embeddings = torch.Generator().manual_seed(n)
+    return (
+        (
+            "the prompt holds embeddings",
+            {"prompt_token_ids": None, "prompt_embeds": torch.rand(len(DOC), 4, generator=embeddings)},
+        ),
+        (
+            "the prompt holds embeddings",
+            {
+                "prompt_embeds": torch.rand(len(DOC), 4, generator=embeddings),
+                "prompt_is_token_ids": [i % 2 == 0 for i in range(len(DOC))],
+            },
+        ),
+        (
+            "an identifier of the caller's and no cache salt",
+            {"mm_features": [image(70, 100, "photo-1")]},
+        ),
+        ("is not a local directory", {"lora_request": lora("some-org/adapter")}),
+    )
+
+
+def test_what_cannot_be_identified_is_not_cached_and_says_so_once(start, caplog):
+    e = start()
+    learn(e)
+    with caplog.at_level("INFO", logger="vllm.kvtier"):
+        for world in (1, 2, 3):
+            for reason, what in not_identified(world):
+                counts = ask(e, world, **what)
+                assert counts["not_cached"] == 1, reason
+                assert not counts["load_tokens"] and not counts["chunks_offered"], reason
+                assert not counts["lookups"] and not counts["waits"], reason
+    said = Counter(m.split("is not cached: ")[1] for m in caplog.messages if "is not cached: " in m)
+    assert len(said) == 3 and set(said.values()) == {1}, said
+    for reason, _ in not_identified(0):
+        assert any(reason in s for s in said), reason
+    assert ask(e)["load_tokens"] == STORED
+    e = start()
+    for reason, what in not_identified(4):
+        assert not ask(e, 4, **what)["load_tokens"], reason
+
+
+def test_tags_share_nothing(start, make, root):  # noqa: F811
+    for world, tag in enumerate(("", "red", "blue")):
+        e = start(tag=tag)
+        assert not ask(e, world)["load_tokens"], f"tag {tag!r}"
+        learn(e, world)
+    for world, tag in enumerate(("", "red", "blue")):
+        assert ask(start(tag=tag), world)["load_tokens"] == STORED
+    # The same for engines that run side by side, on one leader.
+    e = start(tag="red", name="both")
+    other = make(extra=root | {"tag": "green", "name": "both"}, recognisable=True, slots=300)
+    assert not ask(other, 3)["load_tokens"]
+    learn(other, 3)
+    assert ask(e, 1)["load_tokens"] == STORED
