@@ -67,7 +67,7 @@ environment() {
     say "making $venv with the pinned vLLM (about 6 GB, a few minutes)"
     "$(find_python)" -m venv --clear "$venv"
     "$venv/bin/pip" install --quiet --disable-pip-version-check uv==0.13.9
-    "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps -r "$lock"
+    "$venv/bin/uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" --no-deps -r "$lock"
     "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation -e python
     cp "$lock" "$stamp"
   fi
