@@ -191,13 +191,18 @@ const model = "test/ranks"
 type root struct {
 	dir   string
 	slots int
-	extra string // more settings, each with a comma in front
+	disk  float64 // GiB; 0: more than any test needs
+	extra string  // more settings, each with a comma in front
 }
 
 func (r root) config(role string) string {
 	const slot = 4096
-	return fmt.Sprintf(`{"disk_path":%q,"role":%q,"dram_gib":%g,"disk_gib":0.05,"free_floor_gib":0,"log_level":"debug",
-		"close_timeout_s":20%s}`, r.dir, role, float64(r.slots*slot)/(1<<30), r.extra)
+	disk := r.disk
+	if disk == 0 {
+		disk = 0.05
+	}
+	return fmt.Sprintf(`{"disk_path":%q,"role":%q,"dram_gib":%g,"disk_gib":%g,"free_floor_gib":0,"log_level":"debug",
+		"close_timeout_s":20%s}`, r.dir, role, float64(r.slots*slot)/(1<<30), disk, r.extra)
 }
 
 // open opens the cache of a root in this process.
@@ -223,15 +228,21 @@ func open(t *testing.T, config string) *kvtier.Cache {
 func newGroup(t *testing.T, c *kvtier.Cache, name string, s shape, conf func(role string) string) *group {
 	t.Helper()
 	g := &group{t: t, name: name, shape: s, conf: conf, ranks: make([]*process, s.D)}
+	g.start(c)
+	return g
+}
+
+func (g *group) start(c *kvtier.Cache) {
+	t := g.t
+	t.Helper()
 	for rank := range g.ranks {
 		g.startRank(rank)
 	}
-	k, err := c.Coordinate(name, s.D)
+	k, err := c.Coordinate(g.name, g.shape.D)
 	require.NoError(t, err)
 	g.k = k
 	t.Cleanup(func() { require.NoError(t, k.Close()) })
 	g.ready()
-	return g
 }
 
 func (g *group) startRank(rank int) {

@@ -1,0 +1,7 @@
+//go:build !race
+
+package ranks
+
+import "time"
+
+const soakTime = 60 * time.Second
