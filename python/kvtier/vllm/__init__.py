@@ -9,6 +9,12 @@ Importing this package loads vLLM's connector interface but not libkvtier: the
 API server and other processes without a cache import it too.
 """
 
+from kvtier._plugin import register
+
 from .connector import KVTierConnector
+
+# MultiConnector looks its children up by name, also where only a module path was
+# configured and no plugin is installed.
+register()
 
 __all__ = ["KVTierConnector"]

@@ -40,7 +40,7 @@ class Incarnation:
 
     __slots__ = (
         "lease", "session", "keys", "sent", "asked_at", "touched_at", "hits",
-        "first_resident", "wait_from", "waited", "deadline", "run", "answered_at",
+        "first_resident", "wait_from", "waited", "deadline", "run", "answered_at", "first_at", "counted",
     )  # fmt: skip
 
     def __init__(self, lease: int, session: int, keys: npt.NDArray[np.uint8]) -> None:
@@ -59,6 +59,8 @@ class Incarnation:
         self.deadline: float | None = None  # of the wait that began with the first lookup
         self.run: int | None = None  # chunks promised; once given it stays until a newer reply
         self.answered_at = 0.0
+        self.first_at = 0.0  # the first lookup of this incarnation
+        self.counted = False  # in the statistics
 
     @property
     def answered(self) -> bool:
@@ -153,6 +155,7 @@ class Leases:
         first_call = i.deadline is None
         if first_call:
             i.deadline = now + patience_s
+            i.first_at = now
         if not i.sent:
             if not self._ask(i, now):  # busy before and busy again: a miss
                 return 0

@@ -21,6 +21,8 @@ from vllm.v1.request import RequestStatus
 
 import kvtier
 
+from .announcement import capacity
+from .diagnosis import Diagnosis
 from .identity import has_draft_layers
 from .keychain import MAX_KEYS, KeyChain, LoRADigests, NotIdentified, Roots, check_identifiable
 from .leases import Incarnation, Leases, Patience
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+_TIERS = {CacheHitSource.HOST: "dram", CacheHitSource.DISK: "disk"}
 
 STORE_WAIT_S = 0.002
 LOAD_WAIT_S = 0.003
@@ -108,7 +112,9 @@ class SchedulerHalf:
         # operation's number again that the leader still remembers.
         self._ids = itertools.count((secrets.randbits(31) << 32) + 1)
         self._logged_at = clock()
-        self._granted_in_a_row = 0  # chunks stored since anything was found
+        self.diagnosis = Diagnosis(settings)
+        self._slot_bytes = 0
+        self._capacity = 0  # tokens that fit in DRAM and on disk
         self._reasons: set[str] = set()
 
     # ---- opening and closing -------------------------------------------------
@@ -225,6 +231,8 @@ class SchedulerHalf:
             )
         self._chunk = accepted.chunk_tokens
         self._span = accepted.block_tokens * accepted.dcp
+        self._slot_bytes = accepted.slot_bytes
+        self._capacity = capacity(accepted)
         fresh = self._roots is None or self._roots.fingerprint != accepted.fingerprint
         if fresh:
             self._roots = Roots(accepted.fingerprint, self._settings.tag, self._loras)
@@ -261,6 +269,7 @@ class SchedulerHalf:
         session = self._attached(now)
         t = self._tracked[request.request_id] = Tracked(request, self._epoch, *wishes(request))
         self._identify(t)
+        self.diagnosis.arrived(request, t.chain, self._chunk)
         if session and self._worth_asking(t):
             self._begin(t, session, now)
 
@@ -301,17 +310,23 @@ class SchedulerHalf:
         session = self._attached(now)
         if not session:
             self._end_incarnation(t)
+            self.diagnosis.unanswered(request.request_id)
             return 0, False
         if t.frozen:
             # Preempted since the reset, so the old pages are gone.
             self._restart(t)
         if not self._worth_asking(t, local):
+            if t.may_load:
+                self.diagnosis.looked_up(request.request_id, request.num_tokens, local, self._chunk)
+            else:
+                self.diagnosis.refuses(request.request_id)
             return 0, False
         try:
             run = self._run(t, session, now)
         except kvtier.Error as e:  # the leader is going, or has no room for leases
             logger.debug("kvtier: no answer for request %s: %s", request.request_id, e)
             self.stats.add("unanswered")
+            self.diagnosis.unanswered(request.request_id)
             self._end_incarnation(t)
             return 0, False
         if run is None:
@@ -321,11 +336,30 @@ class SchedulerHalf:
         n = end - local
         if n < max(self._settings.min_load_tokens, 1):
             n = 0
+        self._count_lookup(t, end, n)
+        return n, n > 0
+
+    def _count_lookup(self, t: Tracked, end: int, n: int) -> None:
+        """``end`` tokens of t are there, ``n`` are promised. A request that has to wait
+        for pages is looked up in every step, and counts once an incarnation."""
+        i, local = t.incarnation, t.local
+        if i is None or i.counted:
+            return
+        i.counted = True
         self.stats.add("lookups")
+        self.stats.add("lookup_tokens", max(0, t.request.num_tokens - local))
+        if local:
+            self.stats.add("local_tokens", local)
+        self.stats.waited(max(0.0, self._clock() - i.first_at))
         if n:
             self.stats.add("hits")
             self.stats.add("hit_tokens", n)
-        return n, n > 0
+        elif end > local:
+            self.stats.add("too_small")
+        if i.answered:
+            self.diagnosis.looked_up(t.request.request_id, end, local, self._chunk)
+        else:
+            self.diagnosis.unanswered(t.request.request_id)
 
     def _run(self, t: Tracked, session: int, now: float) -> int | None:
         """Leading chunks to promise; None: not known yet."""
@@ -362,12 +396,16 @@ class SchedulerHalf:
         self._planned.append(plan)
         self.stats.add("loads")
         self.stats.add("load_tokens", n)
-        self._granted_in_a_row = 0
+        self.diagnosis.hit()
         i, t.incarnation = t.incarnation, None
         if i is None or not i.sent or i.session != self._session or not ids:
             self.stats.add("loads_unbegun")
             return
         t.sources = self._split(i, first, n)
+        for source, tokens in t.sources.items():
+            tier = _TIERS[source]
+            self.stats.add(f"tier_tokens/{tier}", tokens)
+            self.stats.add(f"tier_bytes/{tier}", tokens * self._slot_bytes // chunk)
         begun = self._coordinator.load_begin(op, i.lease, j0, i.keys[j0:j1], LOAD_WAIT_S)
         if begun is None or begun[0] != i.session:
             self._coordinator.cancel(op, True)
@@ -516,7 +554,8 @@ class SchedulerHalf:
         self.stats.add("chunks_held", len(codes) - len(granted) - len(declined))
         if not len(granted):
             return None
-        self._note_granted(len(granted))
+        if (warning := self.diagnosis.stored(len(granted), self._chunk, self._capacity)) is not None:
+            logger.warning("kvtier: %s", warning)
         last = first + int(granted[-1])
         a = first * self._chunk // self._span
         b = -(-(last + 1) * self._chunk // self._span)
@@ -525,16 +564,6 @@ class SchedulerHalf:
             raise ValueError(f"{len(table)} blocks for {b} that are stored")
         grants = [(int(k), int(verdicts[k, 1]), int(verdicts[k, 2])) for k in granted]
         return StorePlan(offer.op, session, first, grants, list(table[a:b]))
-
-    def _note_granted(self, n: int) -> None:
-        before = self._granted_in_a_row
-        self._granted_in_a_row += n
-        if before < 10_000 <= self._granted_in_a_row:
-            logger.warning(
-                "kvtier: %d chunks were stored since a prefix was last found; if prompts share "
-                "prefixes, look at chunk_tokens, tag, cache salts and at what fits in DRAM and disk",
-                self._granted_in_a_row,
-            )
 
     # ---- ends ----------------------------------------------------------------------
 
@@ -568,6 +597,7 @@ class SchedulerHalf:
     def request_finished(self, request: Request) -> None:
         """Nothing is stored from here on: the pages go to others before the next
         metadata is executed."""
+        self.diagnosis.ended(request.request_id)
         t = self._tracked.pop(request.request_id, None)
         if t is None:
             return

@@ -11,7 +11,7 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 import kvtier
 
 from . import identity, mapping
+from .announcement import Announcement
 from .metadata import KVTierHandshake, KVTierMetadata, LoadPlan, StorePlan
 from .scheduler import group_name, root_of
 from .settings import Settings
@@ -35,6 +36,13 @@ READY_S = 5.0
 #: How long a self-test over all ranks may take.
 SELFTEST_S = 5.0
 _EVENTS = 256
+#: Why a load failed, for the statistics.
+_CAUSES = {
+    kvtier.errors.E_STALE: "stale",
+    kvtier.errors.E_TIMEOUT: "late",
+    kvtier.errors.E_CLOSED: "cancelled",
+    kvtier.errors.E_MISS: "missing",
+}
 
 
 class _Inbox:
@@ -163,14 +171,17 @@ class WorkerHalf:
             raise
         self._cache, self._rank, self._pages, self._chunk = cache, rank, pages, chunk
         _inbox.open(rank.handle)
+        shown = "" if memory_only else weights  # else it may be a number made up for this run
         if memory_only:
             logger.info("kvtier: nothing of this model goes to disk: %s", "; ".join(reasons))
         try:
             accepted = rank.ready(READY_S)
             self._prove(rank, pages=True)  # no request yet: the pages are nobody's
-            self._announce(accepted, who)
+            self._announce(accepted, who, shown)
+            if not memory_only:
+                self._check_disk(accepted)
         except kvtier.Timeout:
-            self._prove_later(rank)
+            self._prove_later(rank, lambda accepted: self._announce(accepted, who, shown))
             logger.info(
                 "kvtier: %s is registered; until a leader accepts the group, every lookup is a miss (%s)",
                 who.model,
@@ -190,15 +201,17 @@ class WorkerHalf:
         except kvtier.Error as e:
             logger.info("kvtier: the self-test came to no end, so it proves nothing: %s", e)
 
-    def _prove_later(self, rank: kvtier.Rank) -> None:
+    def _prove_later(self, rank: kvtier.Rank, then: Callable[[kvtier.Accepted], None]) -> None:
         """For a group that is not accepted yet. The pages will be in use by then and the
-        engine must not wait, so private memory stands for them, on a thread."""
+        engine must not wait, so private memory stands for them, on a thread. Calls
+        ``then`` there at last."""
 
         def prove() -> None:
             while self._unproven is rank:
                 try:
-                    rank.ready(1.0)
+                    accepted = rank.ready(1.0)
                     self._prove(rank, pages=False)
+                    then(accepted)
                     return
                 except kvtier.Timeout:
                     continue
@@ -211,43 +224,46 @@ class WorkerHalf:
         self._unproven = rank
         threading.Thread(target=prove, name="kvtier-selftest", daemon=True).start()
 
-    def _announce(self, a: kvtier.Accepted, who: identity.Identity) -> None:
-        """One line an engine that says what the cache will do."""
-        if self._number != 0:
+    def _announce(self, a: kvtier.Accepted, who: identity.Identity, weights: str) -> None:
+        """One line an engine, not one a rank, that says what the cache will do."""
+        cache = self._cache
+        if self._number != 0 or cache is None:
             return
-        state, detail = self._cache.state()
+        p = self._config.parallel_config
         # Of several ranks none knows what a row of all is wide; a slot has it, padded.
         bytes_per_token = a.slot_bytes // a.chunk_tokens
         if self._ranks == 1:
             bytes_per_token = sum(r.bytes for r in self._pages.regions) // self._pages.tokens_per_row
-        dram = a.slots * a.chunk_tokens
-        disk = "no disk"
-        if a.disk_bytes:
-            held = a.disk_bytes // (a.slot_bytes + 4096) * a.chunk_tokens
-            disk = f"{held} tokens on {a.disk_bytes / (1 << 30):.1f} GiB of disk"
-        logger.info(
-            "kvtier: %s (%s), namespace %s: %s, %d bytes a token%s, chunks of %d tokens; "
-            "%d tokens fit in %.1f GiB of DRAM, %s",
-            state,
-            detail,
-            a.fingerprint.hex()[:16],
+        line = Announcement(
+            *cache.state(),
             who.model,
+            weights,
             bytes_per_token,
-            f" on {self._ranks} ranks" if self._ranks > 1 else "",
-            a.chunk_tokens,
-            dram,
-            a.slots * a.slot_bytes / (1 << 30),
-            disk,
-        )
+            p.tensor_parallel_size,
+            p.pipeline_parallel_size,
+        ).line(a, self._settings)
+        logger.info("kvtier: %s", line)
+
+    def _check_disk(self, a: kvtier.Accepted) -> None:
+        """Raises kvtier.ConfigError when there is a disk that this model may not use, and
+        the engine requires what its settings say; else that is one line."""
+        texts = drain_records(self._cache)
+        if self._number != 0 or a.disk_bytes or not self._settings.library.get("disk_path"):
+            return
+        why = next((t for t in texts if "memory only" in t), "the log of the leader says why")
+        text = f"nothing of this engine goes to disk: {why}"
+        if self._settings.required:
+            raise kvtier.ConfigError(kvtier.errors.E_CONFIG, text)
+        logger.error("kvtier: %s", text)
 
     @property
     def cache_of_rank_0(self) -> kvtier.Cache | None:
         """The open cache of the rank that speaks for the engine; None for the others."""
         return self._cache if self._number == 0 else None
 
-    def will_report(self, op: int) -> bool:
+    def will_report(self, plan: LoadPlan) -> bool:
         """Whether a report about a load is still to come; until then a copy may run."""
-        return op in self._running or self._stopping is not None
+        return plan.op in self._running or plan.request_id in self._finished or self._stopping is not None
 
     @property
     def is_off(self) -> bool:
@@ -274,7 +290,7 @@ class WorkerHalf:
             self._stopping = None
             _inbox.close(rank.handle)
         for op in list(self._running):
-            self._report(op, 0)
+            self._report(op, 0, "off")
         cache, self._cache = self._cache, None
         if cache is not None:
             drain_records(cache)
@@ -300,20 +316,20 @@ class WorkerHalf:
         for plan in meta.loads:
             self._running[plan.op] = plan
             self._by_request[plan.request_id] = plan.op
-            started = False
+            cause = "unbegun"
             try:
-                started = self._start(plan)
+                cause = self._start(plan)
             except Exception as e:
                 failed = e
-            if not started:
-                self._report(plan.op, 0)
+            if cause:
+                self._report(plan.op, 0, cause)
         if failed is not None:
             raise failed
 
-    def _start(self, plan: LoadPlan) -> bool:
-        """False: nothing was begun, and no event will come."""
+    def _start(self, plan: LoadPlan) -> str:
+        """Why nothing was begun, and no event will come; empty when one will."""
         if self._rank is None or not plan.verdicts or not plan.session or not plan.blocks:
-            return False
+            return "unbegun"
         try:
             self._rank.load(
                 plan.op,
@@ -325,9 +341,9 @@ class WorkerHalf:
                 plan.chunks,
             )
         except kvtier.Error as e:
-            logger.warning("kvtier: a load of %d tokens could not begin: %s", plan.tokens, e)
-            return False
-        return True
+            logger.warning_once("kvtier: a load could not begin: %s", str(e))
+            return _CAUSES.get(e.code, "unbegun")
+        return ""
 
     def save(self, meta: KVTierMetadata) -> None:
         failed: Exception | None = None
@@ -367,6 +383,10 @@ class WorkerHalf:
             if time.monotonic() - self._logged_at > LOG_S:
                 self._logged_at = time.monotonic()
                 drain_records(self._cache)
+        return self.take_reports()
+
+    def take_reports(self) -> KVConnectorTransferResults:
+        """Loads that ended and were not reported yet. Each is reported once."""
         finished, self._finished = self._finished, set()
         failed, self._failed = self._failed, set()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
@@ -384,10 +404,11 @@ class WorkerHalf:
         good = plan.chunks if e.status == 0 else min(e.failed_chunk, plan.chunks - 1)
         if good and self._settings.test_flip_byte:
             self._flip(plan)
-        self._report(e.op, good)
+        self._report(e.op, good, _CAUSES.get(e.status, "missing"))
 
-    def _report(self, op: int, good: int) -> None:
-        """``good``: leading chunks of the operation that are in the pages."""
+    def _report(self, op: int, good: int, cause: str) -> None:
+        """``good``: leading chunks of the operation that are in the pages. ``cause``: why
+        they are not all."""
         plan = self._running.pop(op)
         self._by_request.pop(plan.request_id, None)
         self._finished.add(plan.request_id)
@@ -395,6 +416,7 @@ class WorkerHalf:
         if good >= plan.chunks:
             return
         self.stats.add("loads_failed")
+        self.stats.add(f"load_failures/{cause}")
         if not plan.blocks:
             self._failed.add(plan.request_id)
             return

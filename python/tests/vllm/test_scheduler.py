@@ -624,7 +624,7 @@ def test_statistics_add_up_and_read_well():
     b.add("hits", 2)
     b.add("loads", 1)
     assert a.aggregate(b).data == {"hits": 3, "loads": 1}
-    assert a.reduce() == {"kvtier hits": 3, "kvtier loads": 1}
+    assert a.counters() == {"hits": 3, "loads": 1}
     taken = a.take()
     assert taken.data == {"hits": 3, "loads": 1} and a.is_empty()
 
@@ -714,8 +714,8 @@ def test_start_up_line_says_what_the_cache_will_do(make, caplog):
     (line,) = [m for m in caplog.messages if "bytes a token" in m]
     for part in (
         "kvtier: leader",
-        "namespace ",
-        "deepseek, 16 bytes a token",
+        "deepseek, namespace ",
+        ", 16 bytes a token",
         "chunks of 64 tokens",
         "4096 tokens fit in",
         "no disk",
