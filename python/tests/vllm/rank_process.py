@@ -288,8 +288,11 @@ class Rank:
         return all(bool((cache.view(torch.uint8) == value).all()) for cache in self.caches.values())
 
     def use_rows(self, path: str) -> None:
-        """Bytes of a file instead of made ones, for the first tokens of every request."""
-        self.pages.rows = np.load(path)
+        """Bytes of a file, [layer, block, 1, token, byte], instead of made ones for the
+        first tokens of every request."""
+        pages = np.load(path)
+        layers, blocks, _, tokens, width = pages.shape
+        self.pages.rows = pages.reshape(layers, blocks * tokens, width)
 
     def fail_at(self, chunks: int) -> None:
         """The next load of this rank ends after so many chunks: what it brought beyond

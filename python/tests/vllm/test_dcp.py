@@ -10,7 +10,7 @@ from cluster import HEADS, LATENT, PACKED, SPARSE, Cluster, Topology
 from engine import mix
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def server():
     cluster.context()
     yield
