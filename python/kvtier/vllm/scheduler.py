@@ -328,10 +328,13 @@ class SchedulerHalf:
             self.stats.add("unanswered")
             self.diagnosis.unanswered(request.request_id)
             self._end_incarnation(t)
+            t.let_go(now)
             return 0, False
         if run is None:
+            t.hold(now)
             self.stats.add("waits")
             return None, False
+        t.let_go(now)
         end = min(min(run, t.limit) * self._chunk, request.num_tokens) // self._span * self._span
         n = end - local
         if n < max(self._settings.min_load_tokens, 1):
@@ -368,12 +371,15 @@ class SchedulerHalf:
             i = self._begin(t, session, now)
             if i is None:
                 return 0
-        return self._leases.run(i, now, self._patience.seconds(t.request.num_tokens - t.local))
+        most_s = self._patience.seconds(t.request.num_tokens - t.local)
+        return self._leases.run(i, now, t.patience(now, most_s))
 
     # ---- load -------------------------------------------------------------------
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, n: int) -> None:
         t = self._tracked.get(request.request_id)
+        if t is not None:
+            t.held_since, t.held_s = None, 0.0
         if n == 0:
             if t is not None and t.load is None:
                 self._end_incarnation(t)

@@ -34,6 +34,7 @@ class Tracked:
     __slots__ = (
         "request", "may_load", "may_store", "epoch", "chain", "cursor", "declined_at",
         "frozen", "limit", "local", "incarnation", "load", "sources", "memory_only",
+        "held_since", "held_s",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +54,26 @@ class Tracked:
         self.incarnation: Incarnation | None = None
         self.load: Load | None = None
         self.sources: dict[CacheHitSource, int] = {}
+        # Lookups have held it back since then, and for so long before that, since it
+        # last got pages: one bound for all its incarnations.
+        self.held_since: float | None = None
+        self.held_s = 0.0
+
+    def hold(self, now: float) -> None:
+        """A lookup holds the request back."""
+        if self.held_since is None:
+            self.held_since = now
+
+    def let_go(self, now: float) -> None:
+        """A lookup does not."""
+        if self.held_since is not None:
+            self.held_s += now - self.held_since
+            self.held_since = None
+
+    def patience(self, now: float, most_s: float) -> float:
+        """What is left of ``most_s``, the time that lookups may take in all."""
+        held = 0.0 if self.held_since is None else now - self.held_since
+        return max(0.0, most_s - self.held_s - held)
 
 
 def wishes(request: Request) -> tuple[bool, bool, bool]:
