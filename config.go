@@ -52,8 +52,11 @@ type Config struct {
 	// FreeFloorBytes is what stays free on the file system. 0: found by the
 	// disk tier; negative: nothing.
 	FreeFloorBytes int64
-	Durable        bool
-	AllowNetworkFS bool
+	// NamespaceFloorBytes is what each namespace in use keeps on disk when others
+	// need room.
+	NamespaceFloorBytes int64
+	Durable             bool
+	AllowNetworkFS      bool
 	// DirtyBytes bounds what waits for the disk. 0: see DirtyBound.
 	DirtyBytes int64
 	Touch      time.Duration

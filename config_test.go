@@ -10,14 +10,14 @@ import (
 
 func TestParseConfigReadsEverySetting(t *testing.T) {
 	c, err := ParseConfig([]byte(`{"disk_path":"/nvme/kv","disk_gib":200,"name":"a-1","role":"member","dram_gib":0.5,
-		"free_floor_gib":0,"durable":true,"allow_network_fs":true,"dirty_gib":0.25,"touch_interval_s":1.5,"lease_ttl_s":2,
+		"free_floor_gib":0,"namespace_floor_gib":1,"durable":true,"allow_network_fs":true,"dirty_gib":0.25,"touch_interval_s":1.5,"lease_ttl_s":2,
 		"part_deadline_s":3,"part_first_done_deadline_s":4,"load_window_deadline_s":5,"connect_timeout_s":6,"close_timeout_s":7,
 		"breaker_errors":9,"breaker_window_s":10,"breaker_off_s":11,"read_lanes":12,"write_lanes":13,"gomaxprocs":-1,"workers":2,
 		"log_level":"debug","runtime_dir":"/run/x"}`))
 	require.NoError(t, err)
 	require.Equal(t, &Config{
 		DiskPath: "/nvme/kv", DiskBytes: 200 << 30, Name: "a-1", Role: RoleMember, DRAMBytes: 1 << 29,
-		FreeFloorBytes: -1, Durable: true, AllowNetworkFS: true, DirtyBytes: 1 << 28, Touch: 1500 * time.Millisecond,
+		FreeFloorBytes: -1, NamespaceFloorBytes: 1 << 30, Durable: true, AllowNetworkFS: true, DirtyBytes: 1 << 28, Touch: 1500 * time.Millisecond,
 		LeaseTTL: 2 * time.Second, PartDeadline: 3 * time.Second, PartFirstDoneDeadline: 4 * time.Second,
 		LoadWindowDeadline: 5 * time.Second, ConnectTimeout: 6 * time.Second, CloseTimeout: 7 * time.Second,
 		BreakerErrors: 9, BreakerWindow: 10 * time.Second, BreakerOff: 11 * time.Second, ReadLanes: 12, WriteLanes: 13,

@@ -94,6 +94,12 @@ var settings = []Setting{
 		func(c *Config) *int64 { return &c.DRAMBytes }),
 	{Name: "free_floor_gib", Default: "max(5 %, 10), at most half of what is free at the first start", Unit: "GiB",
 		Help: "what stays free on the file system; 0 keeps nothing free", set: setFloor},
+	{Name: "namespace_floor_gib", Default: "0", Unit: "GiB",
+		Help: "what each model that was used since the start keeps on disk when others need room; all together should stay below disk_gib",
+		set: func(c *Config, raw json.RawMessage) (err error) {
+			c.NamespaceFloorBytes, err = bytesOfGiB(raw)
+			return err
+		}},
 	flag("durable", "fsync each chunk before it is published", func(c *Config) *bool { return &c.Durable }),
 	flag("allow_network_fs", "accept a root on a network file system, whose locks may hold on one host only",
 		func(c *Config) *bool { return &c.AllowNetworkFS }),

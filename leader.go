@@ -257,7 +257,7 @@ func newLeader(cfg *Config, root *tier.Root, log *slog.Logger) (*leader, error) 
 			floor = max(cfg.FreeFloorBytes, 0)
 		}
 		o.disk = &tier.StoreOptions{
-			CapBytes: capBytes, FreeFloorBytes: floor, Durable: cfg.Durable,
+			CapBytes: capBytes, FreeFloorBytes: floor, NamespaceFloor: cfg.NamespaceFloorBytes, Durable: cfg.Durable,
 			DirtyBytes: cfg.DirtyBound(o.dramBytes), ReadLanes: cfg.ReadLanes, WriteLanes: cfg.WriteLanes,
 			Touch:   cfg.Touch,
 			Breaker: tier.BreakerOptions{Errors: cfg.BreakerErrors, Window: cfg.BreakerWindow, Off: cfg.BreakerOff},

@@ -139,11 +139,10 @@ func TestBudgetCountsStrangersOfOurs(t *testing.T) {
 func TestBudgetNamespaceFloor(t *testing.T) {
 	dir := t.TempDir()
 	limit := int64(60 * shelfCost)
-	a := openShelf(t, dir, "a", StoreOptions{CapBytes: limit}).scanned()
+	a := openShelf(t, dir, "a", StoreOptions{CapBytes: limit, NamespaceFloor: 10 * shelfFile}).scanned()
 	for n := range 20 {
 		require.NoError(t, a.put(n))
 	}
-	a.disk.SetFloor(10 * shelfFile)
 	d, err := a.store.Namespace(shelfNamespace("b"))
 	require.NoError(t, err)
 	b := &shelf{t: t, root: a.root, store: a.store, disk: d}
@@ -153,6 +152,21 @@ func TestBudgetNamespaceFloor(t *testing.T) {
 	b.quiet()
 	require.Equal(t, 10, a.disk.Count())
 	require.Positive(t, a.store.Stats().EvictedSelf)
+	require.Equal(t, uint64(10), a.store.Stats().EvictedOther)
+	// Its own chunks replace each other all the same, and one that nobody uses any
+	// more has no floor.
+	for n := 20; n < 80; n++ {
+		require.NoError(t, a.put(n))
+	}
+	a.close()
+	b = openShelf(t, dir, "b", StoreOptions{CapBytes: limit, NamespaceFloor: 10 * shelfFile}).scanned()
+	for n := range 100 {
+		require.NoError(t, b.put(2000+n))
+	}
+	b.quiet()
+	for _, n := range b.store.Stats().Namespaces {
+		require.Equal(t, n.InUse, n.Files > 0, n.Name)
+	}
 }
 
 func TestBudgetWithoutRoomDropsInTime(t *testing.T) {

@@ -40,14 +40,6 @@ func (d *Disk) SetProvenance(json []byte) {
 	d.s.mu.Unlock()
 }
 
-// SetFloor keeps so many bytes of this namespace from being evicted for the sake
-// of another one.
-func (d *Disk) SetFloor(bytes int64) {
-	d.s.mu.Lock()
-	d.dir.floor = bytes
-	d.s.mu.Unlock()
-}
-
 // good reports whether an entry is a chunk of this namespace that can be read.
 // Needs Store.mu.
 func (d *Disk) good(e *diskEntry) bool {

@@ -312,7 +312,7 @@ func (s *Store) addDir(n *namespaceDir) {
 // bind gives a directory to the Disk of its namespace, whose sidecar is checked.
 func (s *Store) bind(n *namespaceDir, d *Disk) {
 	s.mu.Lock()
-	n.disk = d
+	n.disk, n.floor = d, s.o.NamespaceFloor
 	s.budget.setLargest(d.layout.FileBytes)
 	s.changed.Broadcast()
 	s.mu.Unlock()

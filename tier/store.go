@@ -32,6 +32,7 @@ const (
 type StoreOptions struct {
 	CapBytes       int64         // of all that is ours below the root; required
 	FreeFloorBytes int64         // to be left free on the file system; 0: none
+	NamespaceFloor int64         // bytes that each namespace in use keeps when others need room; 0: none
 	Durable        bool          // fdatasync before a chunk becomes visible
 	DirtyBytes     int64         // payload waiting to be written, at most: 1 GiB
 	ReadLanes      int           // 4

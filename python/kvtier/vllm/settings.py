@@ -14,7 +14,7 @@ from typing import Any
 #: Settings that libkvtier checks itself; they are handed over as they are.
 LIBRARY_SETTINGS = frozenset(
     """
-    disk_path disk_gib name role dram_gib free_floor_gib durable
+    disk_path disk_gib name role dram_gib free_floor_gib namespace_floor_gib durable
     allow_network_fs dirty_gib touch_interval_s lease_ttl_s part_deadline_s
     part_first_done_deadline_s load_window_deadline_s connect_timeout_s
     close_timeout_s breaker_errors breaker_window_s breaker_off_s read_lanes
