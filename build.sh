@@ -10,7 +10,8 @@ usage() {
 usage: ./build.sh [command]
 
   (none)              build/libkvtier.so and build/kvtier
-  demo [--json FILE]  a restart that keeps its cache, on a real vLLM engine (CPU)
+  demo [--json FILE]  a restart that keeps its cache: a real vLLM engine (CPU), then a
+                      C++ engine whose ranks come back under other topologies
   test                every test: Go, race detector, C, C++, Python, real vLLM
   bench [--json FILE] a short run of the figures
   clean               remove build/ and .venv/
