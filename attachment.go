@@ -26,11 +26,12 @@ type attachment struct {
 	isDead   bool
 	declared bool
 	leases   map[uint64]*lease
-	probing  map[uint64]uint32 // lease id -> seq of the LEASE that a probe holds up
-	charges  []uint32          // by slot: leases and loads of this member that count it
-	charged  int               // slots with a charge
-	onDisk   int               // chunks leased by number
-	copying  func() bool       // whether it may touch a slot that was taken back; nil: it may
+	probing  map[uint64]uint32  // lease id -> seq of the LEASE that a probe holds up
+	charges  []uint32           // by slot: leases and loads of this member that count it
+	charged  int                // slots with a charge
+	onDisk   int                // chunks leased by number
+	served   [wire.Types]uint64 // requests, by type
+	copying  func() bool        // whether it may touch a slot that was taken back; nil: it may
 }
 
 // accepted is what a member of an accepted group gets. The space lives until the
@@ -120,6 +121,7 @@ func (a *attachment) handle(req *wire.Request, reply func(*wire.Reply)) (r *wire
 	l.lock()
 	defer l.unlock()
 	defer l.contain(req, &r)
+	a.served[req.Type]++
 	if l.closed || a.isGone {
 		return refusal(req, wire.StatusAborted)
 	}
@@ -330,6 +332,17 @@ func (a *attachment) leave(goodbye bool) {
 			o.memberGone(a)
 		}
 	}
+}
+
+// requests counts what the member has asked, by the names of the types.
+func (a *attachment) requests() map[string]uint64 {
+	out := map[string]uint64{}
+	for t, n := range a.served {
+		if n > 0 {
+			out[wire.Type(t).String()] = n
+		}
+	}
+	return out
 }
 
 // watchCopies tells how to see whether a copy of the member is under way. It is asked

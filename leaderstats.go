@@ -108,6 +108,11 @@ type groupStats struct {
 	Charged     int    `json:"slots_charged"`
 	Stores      int    `json:"stores_running"`
 	Loads       int    `json:"loads_running"`
+
+	// Requests of the members that are attached now: of the ranks, in their order, and
+	// of the coordinator. Each is counted by its type.
+	RankRequests        []map[string]uint64 `json:"rank_requests"`
+	CoordinatorRequests map[string]uint64   `json:"coordinator_requests,omitempty"`
 }
 
 type namespaceStats struct {
@@ -170,6 +175,16 @@ func (g *group) stats() groupStats {
 	}
 	if g.space != nil {
 		s.Namespace = g.agreement.fingerprint.String()
+	}
+	for _, a := range g.members {
+		var requests map[string]uint64
+		if a != nil {
+			requests = a.requests()
+		}
+		s.RankRequests = append(s.RankRequests, requests)
+	}
+	if g.coordinator != nil {
+		s.CoordinatorRequests = g.coordinator.requests()
 	}
 	seen := map[*attachment]bool{}
 	for _, a := range append([]*attachment{g.coordinator}, g.members...) {

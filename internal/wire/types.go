@@ -22,7 +22,11 @@ const (
 	LoadDone
 	Cancel
 	SelfTest
+	typeEnd
 )
+
+// Types is one more than the highest type.
+const Types = int(typeEnd)
 
 var typeNames = [...]string{
 	Lookup: "LOOKUP", Prefetch: "PREFETCH", Lease: "LEASE", Release: "RELEASE",

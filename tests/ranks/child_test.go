@@ -65,10 +65,11 @@ type child struct {
 	held    chan struct{} // closed by go
 	holdAt  string
 	holdNth int
+	came    map[string]uint64 // to each step
 }
 
 func runChild(text string) error {
-	c := &child{out: json.NewEncoder(os.Stdout)}
+	c := &child{out: json.NewEncoder(os.Stdout), came: map[string]uint64{}}
 	if err := json.Unmarshal([]byte(text), &c.spec); err != nil {
 		return err
 	}
@@ -146,6 +147,7 @@ func (c *child) events() {
 // step stops where it was told to, once.
 func (c *child) step(name string) {
 	c.mu.Lock()
+	c.came[name]++
 	if c.holdAt != name {
 		c.mu.Unlock()
 		return
@@ -208,6 +210,10 @@ func (c *child) do(r *request, out *line) error {
 			close(c.held)
 			c.held = nil
 		}
+		c.mu.Unlock()
+	case "count":
+		c.mu.Lock()
+		out.Sum = c.came[r.Step]
 		c.mu.Unlock()
 	case "stats":
 		var err error
