@@ -142,7 +142,9 @@ def context() -> Any:
 def end_server() -> None:
     global _server
     if _server is not None:
-        multiprocessing.forkserver._forkserver._stop()
+        server = multiprocessing.forkserver._forkserver
+        os.kill(server._forkserver_pid, signal.SIGKILL)  # its ordinary end takes seconds
+        server._stop()
         _server = None
 
 

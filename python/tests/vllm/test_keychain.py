@@ -247,3 +247,33 @@ def test_kept_keys_are_a_copy(roots):
     assert kept.dtype == np.uint8 and kept.flags.c_contiguous
     chain._keys[:] = 0
     assert kept.any()
+
+
+def test_keys_that_name_the_next_token(roots):
+    """Draft layers look one token ahead."""
+    tokens = list(range(500, 500 + 3 * C + 1))
+    item = image(C - 2, 4)
+    (digest,) = {keychain.multimodal_digest(item.modality, item.identifier, 4)}
+
+    def extras_of(j):
+        items = {0: [extra(16, digest, C - 2)], 1: [extra(16, digest, -2)]}.get(j, [])
+        return [*items, extra(18, struct.pack("<I", tokens[(j + 1) * C]), C)]
+
+    r = request(tokens, mm_features=[item])
+    want = chain_of(root_of([]), tokens, extras_of)
+    chain = KeyChain(r, roots.root(r, b""), C, ahead=1)
+    assert made(chain, 3) == want
+    for n in (1, 3):
+        chain.extend(n)
+        assert [k.tobytes() for k in chain.kept(0, n)] == want[:n]
+    whole = request(tokens[:-1])
+    with pytest.raises(IndexError):  # nobody knows what comes after the third chunk
+        KeyChain(whole, roots.root(whole, b""), C, ahead=1).lookup(3)
+    for offset, known in ((0, True), (C - 1, True), (C, False), (2 * C, False)):
+        r = request(tokens, mm_features=[image(offset, 2)])
+        keychain.check_identifiable(r, C)
+        if known:
+            keychain.check_identifiable(r, C, 1)
+        else:
+            with pytest.raises(NotIdentified, match="begins where a chunk ends"):
+                keychain.check_identifiable(r, C, 1)
