@@ -8,9 +8,11 @@ between. life.py is the other end.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -42,6 +44,10 @@ class Engine:
     """The engine and what can be asked of it; every public method is a command."""
 
     def __init__(self, model: str, kvtier: dict[str, Any] | None, options: dict[str, Any]):
+        self._model = model
+        self._start(kvtier, options)
+
+    def _start(self, kvtier: dict[str, Any] | None, options: dict[str, Any]) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -54,9 +60,19 @@ class Engine:
                 kv_connector_extra_config=kvtier,
             )
         settings = {"dtype": "bfloat16", "enforce_eager": True, "disable_log_stats": False} | options
-        self.llm = LLM(model=model, skip_tokenizer_init=True, kv_transfer_config=transfer, **settings)
+        self.llm = LLM(model=self._model, skip_tokenizer_init=True, kv_transfer_config=transfer, **settings)
 
-    def ask(self, prompt: list[int], max_tokens: int, opt_out: bool = False) -> dict[str, Any]:
+    def again(self, kvtier: dict[str, Any] | None, options: dict[str, Any]) -> None:
+        """Ends the engine in the ordinary way and makes another in this process,
+        which saves the imports of a new one."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        self._start(kvtier, options)
+
+    def ask(
+        self, prompt: list[int], max_tokens: int, opt_out: bool = False, salt: str | None = None
+    ) -> dict[str, Any]:
         from vllm import SamplingParams
 
         before = self._cached()
@@ -68,7 +84,10 @@ class Engine:
             ignore_eos=True,
             extra_args=WITHOUT_KVTIER if opt_out else None,
         )
-        (out,) = self.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        request: dict[str, Any] = {"prompt_token_ids": prompt}
+        if salt is not None:
+            request["cache_salt"] = salt
+        (out,) = self.llm.generate(request, params, use_tqdm=False)
         gained = {k: v - before.get(k, 0) for k, v in self._cached().items()}
         loaded = {tier: gained.get(source, 0) for source, tier in TIER_OF_SOURCE.items()}
         choice = out.outputs[0]
@@ -105,6 +124,8 @@ def main() -> None:
     parser.add_argument("--report", type=int, required=True, help="descriptor for the answers")
     parser.add_argument("--start", required=True, help="JSON: model, kvtier, options")
     args = parser.parse_args()
+    # As vLLM's server does: an exit, so that the engine's processes are ended in order.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with os.fdopen(args.report, "w", buffering=1) as report:
 
         def say(value: Any) -> None:

@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 #: A start takes about a minute on two idle cores; this long means a hang.
 START_TIMEOUT_S = 600
-STOP_TIMEOUT_S = 120
+STOP_TIMEOUT_S = 240
 
 
 class EngineFailed(Exception):
@@ -36,7 +36,8 @@ class EngineFailed(Exception):
 
 class Life:
     """An engine process. Use as a context manager: leaving it stops the engine
-    in the ordinary way, or kills it when that fails."""
+    in the ordinary way, or kills it when that fails. With ``wait`` False it may
+    still be starting: call ready() before anything else."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class Life:
         log: Path,
         options: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        wait: bool = True,
     ):
         self._log = log
         read_end, write_end = os.pipe()
@@ -64,14 +66,29 @@ class Life:
         os.close(write_end)
         self._report = os.fdopen(read_end, "rb", buffering=0)
         self._pending = b""
+        if wait:
+            self.ready()
+
+    @property
+    def pid(self) -> int:
+        """Of the main process, and the number of the session of all of them."""
+        return self._process.pid
+
+    def ready(self) -> None:
         try:
-            self.pid: int = self._read(START_TIMEOUT_S)["ready"]
+            self._read(START_TIMEOUT_S)
         except BaseException:
             self.kill()
             raise
 
-    def ask(self, prompt: list[int], max_tokens: int = 16, opt_out: bool = False) -> dict[str, Any]:
-        return self.command("ask", prompt=prompt, max_tokens=max_tokens, opt_out=opt_out)
+    def ask(
+        self, prompt: list[int], max_tokens: int = 16, opt_out: bool = False, salt: str | None = None
+    ) -> dict[str, Any]:
+        return self.command("ask", prompt=prompt, max_tokens=max_tokens, opt_out=opt_out, salt=salt)
+
+    def again(self, kvtier: dict[str, Any] | None, options: dict[str, Any] | None = None) -> None:
+        """Another engine in the same process, after an ordinary end of this one."""
+        self.command("again", timeout_s=START_TIMEOUT_S, kvtier=kvtier, options=options or {})
 
     def forget(self, connector: bool = False) -> None:
         if not self.command("forget", connector=connector):
@@ -81,9 +98,13 @@ class Life:
         return self.command("call", function=function, **arguments)
 
     def command(self, do: str, timeout_s: float = 300, **arguments: Any) -> Any:
+        self.send(do, **arguments)
+        return self._read(timeout_s)["result"]
+
+    def send(self, do: str, **arguments: Any) -> None:
+        """Gives a command whose answer nobody waits for."""
         self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         self._process.stdin.flush()
-        return self._read(timeout_s)["result"]
 
     def stop(self) -> None:
         """Ends the engine in the ordinary way and waits for it."""
@@ -104,6 +125,13 @@ class Life:
         code = self._process.wait(STOP_TIMEOUT_S)
         self.kill()
         return code
+
+    def end(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Waits for the main process to end by itself; returns its exit code."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise self._failed(f"did not end within {timeout_s:.0f} s") from None
 
     def kill(self) -> None:
         """SIGKILL to every process of the engine; harmless when they are gone."""

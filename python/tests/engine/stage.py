@@ -36,13 +36,25 @@ class Stage:
         self.root = directory / "cache"
         self._logs = directory
 
-    def live(self, *, one_process: bool = False, **kvtier: object) -> Life:
-        settings = {"disk_path": str(self.root), "dram_gib": 0.25, "disk_gib": 1} | kvtier
-        environment = {"PYTHONPATH": f"{PYTHON}:{HERE}"}
+    def live(
+        self,
+        *,
+        one_process: bool = False,
+        options: dict | None = None,
+        environment: dict[str, str] | None = None,
+        wait: bool = True,
+        **kvtier: object,
+    ) -> Life:
+        settings, engine = self.engine(options, **kvtier)
+        environment = {"PYTHONPATH": f"{PYTHON}:{HERE}"} | (environment or {})
         if one_process:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        log = self._logs / "engine.log"
-        return Life(self.model, settings, log, {"max_model_len": 4096}, environment)
+        return Life(self.model, settings, self._logs / "engine.log", engine, environment, wait)
+
+    def engine(self, options: dict | None = None, **kvtier: object) -> tuple[dict, dict]:
+        """Settings of the connector and options of the engine, as Life.again takes them."""
+        settings = {"disk_path": str(self.root), "dram_gib": 0.25, "disk_gib": 1} | kvtier
+        return settings, {"max_model_len": 4096} | (options or {})
 
     def chunk_files(self) -> list[Path]:
         return sorted(self.root.glob("*@*/??/*.kvc"))
