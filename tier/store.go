@@ -38,7 +38,7 @@ type StoreOptions struct {
 	ReadLanes      int           // 4
 	WriteLanes     int           // 2
 	ReadBytes      int64         // in flight: 64 MiB
-	WriteBytes     int64         // in flight: 32 MiB
+	WriteBytes     int64         // in flight: 64 MiB
 	Touch          time.Duration // an mtime is written at most so often: 10 s
 	Breaker        BreakerOptions
 	Log            *slog.Logger
@@ -52,7 +52,7 @@ func (o *StoreOptions) fill() {
 	setDefault(&o.ReadLanes, 4)
 	setDefault(&o.WriteLanes, 2)
 	setDefault(&o.ReadBytes, 64<<20)
-	setDefault(&o.WriteBytes, 32<<20)
+	setDefault(&o.WriteBytes, 64<<20)
 	setDefault(&o.Touch, 10*time.Second)
 	setDefault(&o.Tick, time.Second)
 	o.Breaker.fill()
