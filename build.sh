@@ -13,7 +13,9 @@ usage: ./build.sh [command]
   demo [--json FILE]  a restart that keeps its cache: a real vLLM engine (CPU), then a
                       C++ engine whose ranks come back under other topologies
   test                every test: Go, race detector, C, C++, Python, real vLLM
-  bench [--json FILE] a short run of the figures
+  bench [--json FILE] [--part NAME]
+                      a short run of the figures; NAME: copying, assemble, serving,
+                      disk or engine
   clean               remove build/ and .venv/
 
 Needs Go >= 1.26, a C and a C++ compiler, CMake, Python >= 3.11 (with venv).

@@ -11,23 +11,36 @@ from rich.console import Console
 from rich.table import Table
 
 import copying
+import disk
 import first_token
 import serving
 from figure import Figure
 
-PARTS = {"copying": copying.measure, "serving": serving.measure, "engine": first_token.measure}
+PARTS = {
+    "copying": copying.measure,
+    "serving": serving.measure,
+    "disk": disk.measure,
+    "engine": first_token.measure,
+}
+
+
+def span(samples: tuple[float, ...], form: str) -> str:
+    """Least and greatest, where there is more than one."""
+    return f"{min(samples):{form}}..{max(samples):{form}}" if len(samples) > 1 else ""
 
 
 def show(figures: list[Figure], console: Console) -> None:
     table = Table(title="kvtier, figures of one run")
-    for column in ("figure", "value", "against", "ratio", "want", ""):
+    for column in ("figure", "value", "min..max", "against", "ratio", "min..max", "want", ""):
         table.add_column(column, justify="left" if column == "figure" else "right")
     for f in figures:
         table.add_row(
             f.name,
             f"{f.value:.4g} {f.unit}",
+            span(f.samples, ".3g"),
             f"{f.against:.4g} {f.unit} ({f.against_name})",
             f"{f.ratio:.2f}",
+            span(f.ratios, ".2f"),
             f"{f.want:.2f}" if f.want else "",
             ("ok" if f.ok else "[red]below[/red]") if f.want else "",
         )

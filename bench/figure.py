@@ -13,7 +13,11 @@ class Figure:
 
     ratio is "higher is better": value / against for a rate, against / value for
     a time or a size. want is the least ratio that is good enough; 0 means that
-    the figure is only reported."""
+    the figure is only reported.
+
+    pairs, where there are any, are the limit measured in turn with each sample;
+    then ratio is the median of the ratios of the pairs, so that a machine whose
+    speed drifts during the run does not matter."""
 
     name: str
     unit: str
@@ -22,15 +26,22 @@ class Figure:
     against: float
     less_is_better: bool
     want: float
+    pairs: tuple[float, ...] = ()
 
     @property
     def value(self) -> float:
         return statistics.median(self.samples)
 
     @property
+    def ratios(self) -> tuple[float, ...]:
+        """The ratio of each sample."""
+        limits = self.pairs or (self.against,) * len(self.samples)
+        pairs = zip(limits, self.samples) if self.less_is_better else zip(self.samples, limits)
+        return tuple(better / worse if worse > 0 else float("inf") for better, worse in pairs)
+
+    @property
     def ratio(self) -> float:
-        best, worst = (self.against, self.value) if self.less_is_better else (self.value, self.against)
-        return best / worst if worst > 0 else float("inf")
+        return statistics.median(self.ratios)
 
     @property
     def ok(self) -> bool:
@@ -44,6 +55,8 @@ class Figure:
             "against": self.against,
             "against_name": self.against_name,
             "ratio": round(self.ratio, 4),
+            "ratio_min": round(min(self.ratios), 4),
+            "ratio_max": round(max(self.ratios), 4),
             "want": self.want,
             "ok": self.ok,
             "runs": len(self.samples),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +17,6 @@ LOOKUP_KEYS = 512
 LOOKUPS = 2000
 PUTS = 400
 PUT_BYTES = 1 << 20
-ADOPTED = 20_000
 #: A put may hold up its caller this long at the 99th percentile.
 PUT_BOUND_US = 10_000.0
 LOOKUP_BOUND_US = 100.0
@@ -129,40 +126,6 @@ def put() -> list[Figure]:
     ]
 
 
-def adoption() -> list[Figure]:
-    """From opening a root with 20,000 chunk files until all are in the index,
-    against listing and statting the same files."""
-    with tempfile.TemporaryDirectory() as root:
-        settings = {"disk_path": root, "dram_gib": 0.25, "disk_gib": 4, "dirty_gib": 0.2}
-        model = {"model": "bench", "chunk_bytes": 4096, "chunk_tokens": 16}
-        with kvtier.Cache.open(settings) as cache:
-            blob = cache.blob(**model)
-            first = kvtier.keys.root(blob.ready(10.0))
-            keys = kvtier.keys.chain(first, 16, np.arange(ADOPTED * 16, dtype=np.uint32))
-            payload, parent = bytes(4096), None
-            for i in range(ADOPTED):
-                if not blob.put(keys[i].tobytes(), payload, parent=parent, ordinal=i):
-                    raise RuntimeError(f"put {i} was declined")
-                parent = keys[i].tobytes()
-                if i % 1000 == 999 and not cache.flush(60.0):
-                    raise RuntimeError("the disk did not keep up")
-        times, walks = [], []
-        for _ in range(3):
-            start = time.perf_counter()
-            found = sum(e.stat().st_size > 0 for d in Path(root).glob("*@*/??") for e in os.scandir(d))
-            walks.append((time.perf_counter() - start) * 1e3)
-            start = time.perf_counter()
-            with kvtier.Cache.open(settings) as cache:
-                blob = cache.blob(**model)
-                blob.ready(10.0)
-                while cache.stats()["leader"]["disk"]["adopted"] < ADOPTED:
-                    if time.perf_counter() - start > 60:
-                        raise RuntimeError(f"only part of {found} files was adopted: {cache.stats()}")
-                    time.sleep(0.002)
-                times.append((time.perf_counter() - start) * 1e3)
-    return [Figure("adoption of 20,000 files", "ms", "listing and stat of them", tuple(times), min(walks), True, 0.3)]
-
-
 def idle() -> list[Figure]:
     with tempfile.TemporaryDirectory() as root:
         out = subprocess.run(
@@ -176,4 +139,4 @@ def idle() -> list[Figure]:
 
 
 def measure() -> list[Figure]:
-    return lookup() + put() + adoption() + idle()
+    return lookup() + put() + idle()

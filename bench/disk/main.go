@@ -1,0 +1,80 @@
+// Command disk measures the disk tier against plain direct I/O on the same files, in
+// the same run, and prints JSON. bench.py --part disk shows it.
+package main
+
+import (
+	"encoding/json"
+	"flag"
+	"fmt"
+	"os"
+	"strings"
+)
+
+// series is one figure: Value against Limit. With Paired, sample i of both comes from
+// the same turn, and what counts is the ratio of each pair: a virtual disk drifts by
+// a factor of two within minutes. Else Limit holds one number.
+type series struct {
+	Name      string    `json:"name"`
+	Unit      string    `json:"unit"`
+	LimitName string    `json:"limit_name"`
+	Value     []float64 `json:"value"`
+	Limit     []float64 `json:"limit"`
+	Paired    bool      `json:"paired"`
+	Less      bool      `json:"less_is_better"`
+	Want      float64   `json:"want"` // least ratio that is good enough; 0: only reported
+}
+
+type options struct {
+	dir   string
+	runs  int
+	bytes int64 // of one transfer run
+	files []int // to be adopted
+}
+
+var parts = map[string]func(string, options) ([]series, error){
+	"transfers": transfers, "burst": burst, "adoption": adoptions, "checksum": checksum,
+}
+
+func main() {
+	var o options
+	var quick bool
+	var only string
+	flag.StringVar(&o.dir, "dir", "", "a directory on the disk to be measured, for files that go again")
+	flag.IntVar(&o.runs, "runs", 7, "turns of each transfer")
+	flag.Int64Var(&o.bytes, "bytes", 256<<20, "written and read in one turn")
+	flag.BoolVar(&quick, "quick", false, "less of everything, to see that it works")
+	flag.StringVar(&only, "parts", "transfers,burst,adoption,checksum", "what is measured, with commas between")
+	flag.Parse()
+	o.files = []int{20_000, 100_000}
+	if quick {
+		o.runs, o.bytes, o.files = 2, 64<<20, []int{2000}
+	}
+	figures, err := measure(o, strings.Split(only, ","))
+	if err == nil {
+		err = json.NewEncoder(os.Stdout).Encode(figures)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "disk:", err)
+		os.Exit(1)
+	}
+}
+
+func measure(o options, names []string) (all []series, err error) {
+	dir, err := os.MkdirTemp(o.dir, "kvtier-bench")
+	if err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(dir)
+	for _, name := range names {
+		part, ok := parts[name]
+		if !ok {
+			return nil, fmt.Errorf("there is no part %q", name)
+		}
+		s, err := part(dir, o)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, s...)
+	}
+	return all, nil
+}
