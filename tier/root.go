@@ -191,7 +191,7 @@ func refuseNetwork(path string) error {
 		if absent(err) && p != filepath.Dir(p) {
 			continue
 		}
-		if err != nil {
+		if err != nil && fs.Network == "" {
 			if errors.Is(err, syscall.ENOTDIR) {
 				return fmt.Errorf("a part of %s is a file, name a directory: %w", path, ErrNotDirectory)
 			}

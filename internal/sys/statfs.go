@@ -54,16 +54,17 @@ var networkNames = map[uint32]string{
 // for a local one.
 func NetworkName(fType int64) string { return networkNames[uint32(fType)] }
 
-// Statfs describes the file system of path.
+// Statfs describes the file system of path. With an error Network may be known all
+// the same.
 func Statfs(path string) (Filesystem, error) {
 	var st unix.Statfs_t
 	if err := retryErr(func() error { return unix.Statfs(path, &st) }); err != nil {
 		return Filesystem{}, &os.PathError{Op: "statfs", Path: path, Err: err}
 	}
-	if st.Bsize <= 0 {
-		return Filesystem{}, fmt.Errorf("statfs %s: block size %d", path, st.Bsize)
-	}
 	kind := uint32(st.Type)
+	if st.Bsize <= 0 { // FUSE of another user says what it is, and nothing more
+		return Filesystem{Network: NetworkName(int64(kind))}, fmt.Errorf("statfs %s: block size %d", path, st.Bsize)
+	}
 	return Filesystem{
 		TotalBytes: int64(st.Blocks) * st.Bsize,
 		AvailBytes: int64(st.Bavail) * st.Bsize,

@@ -277,7 +277,7 @@ def load(path: str | None = None) -> Library:
             found = _find(path)
             _owner = os.getpid()
             _library = Library(found)
-        elif path is not None and not os.path.samefile(path, _library.path):
+        elif path is not None and not os.path.samefile(_find(path), _library.path):
             raise errors.LibraryNotFound(
                 errors.E_ARG, f"{_library.path} is loaded already, a process cannot have {path} besides"
             )

@@ -161,7 +161,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         elif isinstance(self._half, WorkerHalf):
             self._worker = self._half
         if wrong is not None:
-            self._half.switch_off(str(wrong))
+            self._stay_off(str(wrong))
 
     def _set_failure_policy(self, settings: Settings) -> None:
         """The scheduler reads the policy right after it made this object. vLLM's
@@ -178,7 +178,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception as e:
             if self._required:
                 raise
-            self._half.switch_off(f"{type(e).__name__}: {e}")
+            self._stay_off(f"{type(e).__name__}: {e}")
+
+    def _stay_off(self, why: str) -> None:
+        """Before the first request."""
+        if self._worker is not None:
+            self._worker.switch_off(why, starting=True)
+        else:
+            self._half.switch_off(why)
 
     # ---- worker ------------------------------------------------------------------
 

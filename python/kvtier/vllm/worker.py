@@ -8,6 +8,7 @@ engine; each is reported exactly once, after this rank's own copy has stopped.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 from collections import deque
@@ -269,13 +270,15 @@ class WorkerHalf:
     def is_off(self) -> bool:
         return bool(self._why_off)
 
-    def switch_off(self, why: str) -> None:
+    def switch_off(self, why: str, starting: bool = False) -> None:
         """Stores and loads nothing more. Loads in flight are ended first, so that
-        what is reported then has really stopped."""
+        what is reported then has really stopped. ``starting``: no request has come yet,
+        and the scheduler will hear the reason and say it once for all ranks."""
         if self._why_off:
             return
         self._why_off = why
-        logger.error("kvtier: the cache is off for this worker: %s", why)
+        level = logging.INFO if starting else logging.ERROR
+        logger.log(level, "kvtier: the cache is off for this worker: %s", why)
         self.close()
 
     def close(self) -> None:

@@ -175,6 +175,7 @@ def test_half_that_cannot_be_made(monkeypatch, caplog, half):
         raise TypeError("vLLM changed")
 
     monkeypatch.setattr(half, "__init__", fails)
+    monkeypatch.setattr("kvtier.vllm.scheduler.OPEN_S", 0.2)  # nobody comes
     with pytest.raises(TypeError):
         Engine(extra={"required": True})
     if half is SchedulerHalf:
