@@ -282,7 +282,9 @@ func (t *attacker) close() {
 }
 
 // key is one that nobody has used.
-func (t *attacker) key() chunk.Key { return chunk.Digest(fmt.Sprint("evil ", os.Getpid(), evilNumber.Add(1))) }
+func (t *attacker) key() chunk.Key {
+	return chunk.Digest(fmt.Sprint("evil ", os.Getpid(), evilNumber.Add(1)))
+}
 
 // messages are valid ones of each type, that fit what settle has made.
 func (t *attacker) messages() []*wire.Request {

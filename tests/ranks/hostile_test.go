@@ -75,8 +75,7 @@ func (b *besieged) attack(a attackSpec) uint64 {
 	case l, ok := <-c:
 		require.True(b.t, ok, "%+v ended early", a)
 		require.Empty(b.t, l.Err, "%+v", a)
-		<-p.gone
-		_ = p.cmd.Wait()
+		p.kill() // it has ended, or is about to
 		return l.Sum
 	case <-time.After(2 * wait):
 		require.FailNow(b.t, "an attack does not end", "%+v", a)

@@ -31,6 +31,7 @@ type process struct {
 	held   chan string
 	events chan kvtier.Event
 	gone   chan struct{} // closed when it says nothing any more
+	ending sync.Once
 
 	mu      sync.Mutex
 	next    int
@@ -139,11 +140,11 @@ func (p *process) call(r request) line {
 }
 
 func (p *process) kill() {
-	if p.cmd.ProcessState == nil {
+	p.ending.Do(func() {
 		_ = p.cmd.Process.Kill()
 		<-p.gone
 		_ = p.cmd.Wait()
-	}
+	})
 }
 
 // freeze stops the process and returns when it does not run any more.

@@ -43,6 +43,7 @@ type soak struct {
 	leader *process
 	g      *group
 	life   int
+	spare  bool // no rank is killed: there is no leader that another one could come to
 	count  map[string]int
 }
 
@@ -204,7 +205,7 @@ func (k *soak) store() {
 
 // victim is a rank that is to be killed in one of so many cases, or -1.
 func (k *soak) victim(oneOf int) int {
-	if k.r.IntN(oneOf) > 0 {
+	if k.spare || k.r.IntN(oneOf) > 0 {
 		return -1
 	}
 	return k.r.IntN(len(k.g.ranks))
@@ -362,7 +363,9 @@ func (k *soak) killLeader() {
 			leader.kill()
 			close(loading)
 		}()
+		k.spare = true
 		k.load()
+		k.spare = false
 		<-loading
 	} else {
 		k.leader.kill()
