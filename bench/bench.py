@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+import assemble
 import copying
 import disk
 import first_token
@@ -18,6 +19,7 @@ from figure import Figure
 
 PARTS = {
     "copying": copying.measure,
+    "assemble": assemble.measure,
     "serving": serving.measure,
     "disk": disk.measure,
     "engine": first_token.measure,

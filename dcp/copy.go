@@ -9,13 +9,12 @@ import (
 )
 
 const (
-	// A tile is so many rank-local tokens of one block by all regions: long enough
-	// that the pages are read in runs, short enough that the rows it touches stay in
-	// the cache until all regions are in.
-	tileTokens = 8
-	// Where rows are narrow, a tile may be longer.
+	// A tile is some rank-local tokens of one block by all regions: long enough that
+	// the pages are read in runs, short enough that the rows it touches, about
+	// tileBytes, stay in the cache until all regions are in.
+	tileMin   = 8
 	tileMax   = 64
-	tileBytes = 256 << 10
+	tileBytes = 320 << 10
 
 	// From so many bytes of one call on, more than a core has cache of its own, what is
 	// written does not go through the cache.
@@ -234,10 +233,7 @@ func (m *mover) columns(c *Columns, r run, blocks []uint32, firstBlock int) bool
 
 // tile is how many tokens of these columns are copied together.
 func (c *Columns) tile() int {
-	if c.width()*tileMax <= tileBytes {
-		return tileMax
-	}
-	return tileTokens
+	return min(max(tileBytes/c.width()/tileMin*tileMin, tileMin), tileMax)
 }
 
 // width is how many bytes of a row are of these columns.
