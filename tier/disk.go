@@ -58,6 +58,15 @@ func (d *Disk) Has(k chunk.Key) bool {
 	return ok
 }
 
+// Newer reports whether a file of a newer version stands in the place of a chunk: it
+// stays, so that this chunk is never written.
+func (d *Disk) Newer(k chunk.Key) bool {
+	d.s.mu.Lock()
+	defer d.s.mu.Unlock()
+	e := d.dir.index.find(k)
+	return e != nil && e.has(entryNewer)
+}
+
 // Scanned reports whether every file of the directory is known, so that what Has
 // does not know is not there.
 func (d *Disk) Scanned() bool {

@@ -39,8 +39,12 @@ type StoreStats struct {
 	Misses   map[string]uint64 `json:"misses"`   // reads without a chunk: absent, corrupt, newer, off, closed, io
 	Rejected map[string]uint64 `json:"rejected"` // not adopted: name, path, type, links, size, newer
 	Corrupt  map[string]uint64 `json:"corrupt"`  // proved: size, footer, magic, field, key, fingerprint, lengths, groups, payload
-	Dropped  map[string]uint64 `json:"dropped"`  // writes: dirty, room, off, io, removed, newer, size, closed
-	Errors   map[string]uint64 `json:"errors"`   // by errno
+	Dropped  map[string]uint64 `json:"dropped"`  // chunks that will not be written: room, off, io, removed, newer, size, closed
+	// Attempts to queue a chunk that were not taken: dirty (the queue is full), room,
+	// off, removed. The chunk stays in DRAM and is offered again, so one chunk may count
+	// often; what is evicted before its turn counts in the arena, as evicted_dirty.
+	Postponed map[string]uint64 `json:"postponed"`
+	Errors    map[string]uint64 `json:"errors"` // by errno
 
 	Namespaces []NamespaceStats `json:"namespaces"`
 }
@@ -57,17 +61,17 @@ type NamespaceStats struct {
 // diskCounters only grow. Their lock is held for one addition and comes after every
 // other one.
 type diskCounters struct {
-	mu                                                   sync.Mutex
-	reads, readBytes, writes, writeBytes                 uint64
-	present, touched, adopted, swept, sidecars           uint64
-	vanished, removed, reread, evictedSelf, evictedOther uint64
-	misses, rejected, corrupt, dropped, errors           map[string]uint64
+	mu                                                    sync.Mutex
+	reads, readBytes, writes, writeBytes                  uint64
+	present, touched, adopted, swept, sidecars            uint64
+	vanished, removed, reread, evictedSelf, evictedOther  uint64
+	misses, rejected, corrupt, dropped, postponed, errors map[string]uint64
 }
 
 func newDiskCounters() *diskCounters {
 	return &diskCounters{
 		misses: map[string]uint64{}, rejected: map[string]uint64{}, corrupt: map[string]uint64{},
-		dropped: map[string]uint64{}, errors: map[string]uint64{},
+		dropped: map[string]uint64{}, postponed: map[string]uint64{}, errors: map[string]uint64{},
 	}
 }
 
@@ -95,7 +99,7 @@ func (s *Store) Stats() StoreStats {
 		Vanished: c.vanished, Removed: c.removed, Reread: c.reread,
 		EvictedSelf: c.evictedSelf, EvictedOther: c.evictedOther,
 		Misses: maps.Clone(c.misses), Rejected: maps.Clone(c.rejected), Corrupt: maps.Clone(c.corrupt),
-		Dropped: maps.Clone(c.dropped), Errors: maps.Clone(c.errors),
+		Dropped: maps.Clone(c.dropped), Postponed: maps.Clone(c.postponed), Errors: maps.Clone(c.errors),
 	}
 	c.mu.Unlock()
 	st.QueuedReads, st.QueuedWrites = s.lanes.depth()

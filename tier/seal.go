@@ -131,7 +131,7 @@ func (s *Space) offer(i uint32) bool {
 	})
 	if !queued {
 		s.leave(i, writer)
-		return false
+		return s.disk.Newer(sl.key) // else those behind it would wait for ever
 	}
 	s.inflight++
 	s.writing++

@@ -29,7 +29,8 @@ type writeJob struct {
 
 // Write queues a chunk. True: Done will be called once, with nil when the chunk is
 // on disk, also when it was there before (which costs nothing). False: it was
-// dropped and counted, and Done is not called.
+// not taken, which is counted as postponed, since the caller has it still and may come
+// again, or as dropped when that is of no use (see Newer); Done is not called.
 func (d *Disk) Write(w WriteJob) bool {
 	s := d.s
 	s.mu.Lock()
@@ -67,7 +68,12 @@ func (d *Disk) Write(w WriteJob) bool {
 	if why == "" && !s.lanes.push(&s.lanes.writes, j) {
 		why = "closed"
 	}
-	if why != "" {
+	switch why {
+	case "":
+	case "dirty", "room", "off", "removed":
+		s.count.inc(s.count.postponed, why)
+		return false
+	default:
 		s.count.inc(s.count.dropped, why)
 		return false
 	}
