@@ -324,6 +324,9 @@ func (a *attachment) leave(goodbye bool) {
 		return
 	}
 	g.forget(a, goodbye)
+	if len(g.loads) > 0 {
+		a.l.watch() // those of a coordinator end now without it
+	}
 	if a.rank >= 0 {
 		for _, o := range g.stores {
 			o.memberGone(a)
