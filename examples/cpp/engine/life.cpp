@@ -150,8 +150,9 @@ std::vector<account> life::run()
 
 void life::kill() noexcept
 {
-    for (pid_t pid : pids_)
-        ::kill(pid, SIGKILL);
+    // The coordinator last, so that nobody has the time to complain that it is gone.
+    for (auto pid = pids_.rbegin(); pid != pids_.rend(); ++pid)
+        ::kill(*pid, SIGKILL);
     for (pid_t pid : pids_)
         while (waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
         }
