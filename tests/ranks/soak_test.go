@@ -43,7 +43,7 @@ type soak struct {
 	leader *process
 	g      *group
 	life   int
-	spare  bool // no rank is killed: there is no leader that another one could come to
+	spare  bool // no rank is killed now: another one could not become ready
 	count  map[string]int
 }
 
@@ -309,7 +309,9 @@ func (k *soak) killRank() {
 	n := k.r.IntN(len(k.g.ranks))
 	k.g.ranks[n].kill()
 	if k.r.IntN(2) == 0 {
+		k.spare = true
 		k.store() // by those that are left
+		k.spare = false
 	}
 	k.replace(n)
 }
