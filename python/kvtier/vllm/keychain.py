@@ -175,7 +175,8 @@ def check_identifiable(request: Request, chunk_tokens: int = 1, ahead: int = 0) 
         for feature in request.mm_features:
             if not _CONTENT_IDENTIFIER.fullmatch(feature.identifier):
                 raise NotIdentified("a multimodal item has an identifier of the caller's and no cache salt")
-    if ahead and any(0 < f.mm_position.offset and f.mm_position.offset % chunk_tokens == 0 for f in request.mm_features):
+    starts = [f.mm_position.offset for f in request.mm_features]
+    if ahead and any(at > 0 and at % chunk_tokens == 0 for at in starts):
         # The token after a chunk says nothing of the item that it stands for.
         raise NotIdentified("a multimodal item begins where a chunk ends, and draft layers look ahead")
 

@@ -9,15 +9,16 @@ library."""
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
 import signal
+import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,9 +26,9 @@ from unittest import mock
 import models
 import numpy as np
 import rank_process
-import torch
 from engine import Sequence, library_leftovers
 from rank_process import Job, Work
+from topology import Kind, Topology
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -49,7 +50,6 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SparseCacheRole
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -60,61 +60,6 @@ MAX_LEN = 1024
 ANSWER_S = 120.0
 NO_DRAFT = 1 << 30
 
-
-@dataclass(frozen=True)
-class Topology:
-    tp: int = 1
-    dcp: int = 1
-    interleave: int = 1
-    pp: int = 1
-    block: int = 16
-    layout: str = "LBNHC"
-
-    def __str__(self) -> str:
-        return f"tp{self.tp} dcp{self.dcp} i{self.interleave} pp{self.pp} {self.layout}"
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A model's KV cache."""
-
-    model: str
-    layers: int = 2
-    heads: int = 0  # KV heads of the whole; 0: a latent
-    bytes: int = 1152  # of a token of a latent
-    indexer: bool = False
-    backend: str = ""  # what the layers name; empty for pages of the CPU attention
-    draft_layers: int = 0  # EAGLE's, which vLLM gives the numbers after the target's
-    changes: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
-
-    def specs(self, t: Topology, stage: int) -> dict[str, Any]:
-        """Layer -> what vLLM's layer says of its cache, on a rank of this stage."""
-        out: dict[str, Any] = {}
-        a, b = (stage * self.layers // t.pp, (stage + 1) * self.layers // t.pp)
-        numbers = [*range(a, b), *range(self.layers, self.layers + self.draft_layers)]
-        for i in numbers:
-            name = f"model.layers.{i}.self_attn"
-            if self.heads:
-                out[f"{name}.attn"] = FullAttentionSpec(
-                    block_size=t.block, num_kv_heads=max(1, self.heads // t.tp), head_size=64, dtype=torch.bfloat16
-                )
-                continue
-            out[f"{name}.attn"] = MLAAttentionSpec(
-                block_size=t.block, num_kv_heads=1, head_size=self.bytes // 2, dtype=torch.bfloat16, max_tp_shards=1
-            )
-            if self.indexer:
-                out[f"{name}.indexer.k_cache"] = MLAAttentionSpec(
-                    block_size=t.block, num_kv_heads=1, head_size=132, dtype=torch.uint8,
-                    cache_role=SparseCacheRole.INDEXER, max_tp_shards=1,
-                )  # fmt: skip
-        return out
-
-
-LATENT = Kind("deepseek")
-SPARSE = Kind("deepseek", bytes=656, indexer=True)
-HEADS = Kind("llama", layers=4, heads=2, backend="FLASH_ATTN")
-PACKED = Kind("llama", layers=4, heads=2)
-DRAFTED = Kind("llama", layers=2, heads=2, backend="FLASH_ATTN", draft_layers=1)
 
 _model_configs: dict[tuple, ModelConfig] = {}
 _server: Any = None
@@ -201,11 +146,10 @@ class RankHandle:
 
     def end(self) -> None:
         if self.process.is_alive():
-            self.signal(signal.SIGCONT)
-            try:
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(signal.SIGCONT)
+            with contextlib.suppress(OSError):
                 self.pipe.close()
-            except OSError:
-                pass
             self.process.join(5)
         if self.process.is_alive():
             self.process.kill()
@@ -215,7 +159,8 @@ class RankHandle:
 
 class Cluster:
     """One engine. ``extra`` is the kv_connector_extra_config; ``adjust`` changes the
-    configuration that the ranks are born with, after the scheduler's copy was made."""
+    configuration that the ranks are born with, after the scheduler's copy was made;
+    ``jobs`` has further fields of Job by rank."""
 
     _number = 0
 
@@ -229,7 +174,7 @@ class Cluster:
         blocks: int = 80,
         adjust: Any = None,
         scheduler_adjust: Any = None,
-        blunders: dict[int, str] | None = None,
+        jobs: dict[int, dict[str, Any]] | None = None,
         model: Path | None = None,
         max_len: int = MAX_LEN,
         home: Path,
@@ -275,7 +220,10 @@ class Cluster:
             for rank in range(world):
                 self.ranks.append(
                     RankHandle(
-                        Job(theirs, kvs[rank], rank, t.layout, kind.backend, init, draft_from, (blunders or {}).get(rank, ""))
+                        Job(
+                            theirs, kvs[rank], rank, t.layout, kind.backend, init, draft_from,
+                            **(jobs or {}).get(rank, {}),
+                        )  # fmt: skip
                     )
                 )
             self.handshakes = [r.receive() for r in self.ranks]
@@ -303,9 +251,6 @@ class Cluster:
 
     def _model(self, home: Path) -> Path:
         """The directory of a checkpoint whose content can be told from others."""
-        import json
-        import struct
-
         path = models.write(home, self.kind.model)
         if not (path / "model.safetensors").exists():
             header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
@@ -317,8 +262,6 @@ class Cluster:
 
     def _speculate(self, home: Path) -> None:
         """EAGLE with a draft of the model's own shape."""
-        import json
-
         path = home / "draft"
         path.mkdir(exist_ok=True)
         target = Path(self.config.model_config.model)
@@ -402,7 +345,7 @@ class Cluster:
         for r in self.ranks:
             try:
                 r.receive(30)
-            except (RankDied, TimeoutError, Exception):
+            except Exception:  # it is gone, or says why it never began
                 pass
         if self.scheduler is not None:
             self.scheduler.shutdown()

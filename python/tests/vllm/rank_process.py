@@ -13,6 +13,7 @@ import dataclasses
 import os
 import pickle
 import tempfile
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -35,7 +36,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.utils import allocate_kv_cache
 
-import kvtier.vllm  # noqa: F401
+import kvtier.vllm.worker
 
 M64 = (1 << 64) - 1
 FILL = 0xA5  # of all pages, before they are registered
@@ -70,6 +71,8 @@ class Job:
     backend: str  # the attention backend that the layers name; empty: none
     init: str  # where the process groups meet
     first_draft_layer: int
+    late_s: float = 0.0  # how long this rank holds its registration back
+    patience_s: float = 5.0  # how long registration waits for the group
     blunder: str = ""  # what the connector is made to take wrong about this rank's pages
 
 
@@ -215,6 +218,8 @@ class Rank:
         self.fill(FILL)
         if job.blunder:
             self._blunder(job.blunder)
+        kvtier.vllm.worker.READY_S = job.patience_s
+        time.sleep(job.late_s)
         self.connector.register_kv_caches(self.caches)
         self.pages = Pages(self.caches, job, dcp_rank)
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import cluster
 import pytest
-from cluster import HEADS, LATENT, PACKED, SPARSE, Cluster, Topology
+from cluster import Cluster
 from engine import mix
+from topology import HEADS, LATENT, PACKED, SPARSE, Topology
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import cluster
 import pytest
-from cluster import DRAFTED, LATENT, Cluster, Topology
+from cluster import Cluster
 from rank_process import FILL
 from test_dcp import CHUNK, DOC, document, patience, server  # noqa: F401
+from topology import DRAFTED, LATENT, Topology
 
 import kvtier
 
@@ -239,10 +240,10 @@ def test_a_worker_that_is_missing_is_named(live):
 @pytest.mark.parametrize("blunder", ["base", "stride"])
 def test_pages_that_are_elsewhere_are_found_before_the_first_request(live, caplog, blunder):
     with caplog.at_level("ERROR", logger="vllm.kvtier"):
-        c = live(blunders={1: blunder}, extra={"required": False})
-    offs = [h.off for h in c.handshakes]
-    assert all(offs), offs
-    assert all("rank 1" in off for off in offs), offs
+        c = live(jobs={1: {"blunder": blunder}}, extra={"required": False})
+    # The leader lives in rank 0 and ends at once, perhaps before rank 1 has heard of it.
+    offs = [h.off for h in c.handshakes if h.off]
+    assert c.handshakes[0].off and all("SelfTestFailed" in off and "rank 1" in off for off in offs), offs
     assert c.half.off
     (line,) = [m for m in caplog.messages if "the cache is off for this engine" in m]
     assert "does not take part" in line
@@ -251,14 +252,37 @@ def test_pages_that_are_elsewhere_are_found_before_the_first_request(live, caplo
     c.run()
     assert not c.problems and len(q.request.output_token_ids) == 2
     with pytest.raises(Exception, match="rank 1"):
-        live(blunders={1: blunder})
+        live(jobs={1: {"blunder": blunder}})
+
+
+LATE = {0: {"patience_s": 0.05}, 1: {"late_s": 1.0}}
+
+
+def test_a_group_that_is_accepted_late_is_tested_all_the_same(live):
+    c = live(jobs=LATE)
+    assert not any(h.off for h in c.handshakes)
+    until(lambda: c.ranks[0].call("stats")["leader"]["self_tests"]["passed"], "the self-test")
+    warm(c, DOC[:300])
+    assert serve(c, DOC[:300]) == 256
+    assert not c.counts["loads_failed"] and not c.settled()
+
+
+def test_a_late_self_test_switches_off(live):
+    c = live(jobs={**LATE, 1: LATE[1] | {"blunder": "base"}}, extra={"required": False})
+    assert "SelfTestFailed" in c.handshakes[1].off and not c.handshakes[0].off
+    assert c.half.off
+    q = c.add(DOC[:300])
+    c.run()
+    until(lambda: c.step() and c.ranks[0].call("state")[0] == "closed", "rank 0 switching off")
+    assert "rank 1" in c.ranks[0].call("state")[1]
+    assert not c.problems and len(q.request.output_token_ids) == 2
 
 
 def test_the_oracle_notices_a_wrong_interleave(live):
     """What no self-test can find, since storing and loading are wrong in the same way."""
     with live(topology=Topology(2, 2, 16)) as c:
         warm(c, DOC[:300])
-    c = live(topology=Topology(2, 2, 16), blunders={0: "interleave", 1: "interleave"})
+    c = live(topology=Topology(2, 2, 16), jobs=dict.fromkeys((0, 1), {"blunder": "interleave"}))
     c.add(DOC[:300])
     c.run()
     assert c.counts["load_tokens"] == 256 and len(c.problems) > 1
