@@ -3,6 +3,7 @@ package tier
 import (
 	"fmt"
 	"log/slog"
+	"math"
 	"strings"
 	"sync"
 
@@ -70,12 +71,14 @@ func checkBudget(limits []sys.MemoryLimit, n int64) error {
 		}
 	}
 	if most := least.Total - reserve(least); n > most {
-		const gib = 1 << 30
-		return fmt.Errorf("dram_gib asks for %.3g GiB and %s is %.3g GiB: raise the limit, or set dram_gib to at most %.3g less what the engine itself needs",
-			float64(n)/gib, strings.Replace(least.Name, "MemAvailable", "the memory", 1), float64(least.Total)/gib, float64(max(0, most))/gib)
+		return fmt.Errorf("dram_gib asks for %g GiB and %s is %g GiB: raise the limit, or set dram_gib to at most %g less what the engine itself needs",
+			inGiB(n), strings.Replace(least.Name, "MemAvailable", "the memory", 1), inGiB(least.Total), inGiB(max(0, most)))
 	}
 	return nil
 }
+
+// inGiB is for people: two digits behind the point.
+func inGiB(n int64) float64 { return math.Round(float64(n)/(1<<30)*100) / 100 }
 
 // reserve is what stays untouched below a limit: others allocate between the look
 // and the allocation, and the kernel answers the one who is too late by killing.

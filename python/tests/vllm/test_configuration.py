@@ -111,7 +111,7 @@ WRONG = {
     "damaged root": (_damaged, "remove it if the directory is a cache"),
     "runtime directory open to others": (_open_runtime_dir, "is open to other users, make it 0700"),
     "more memory than there is": (
-        just(dram_gib=500_000), "dram_gib asks for 5e\\+05 GiB and .* set dram_gib to at most [0-9.]+"
+        just(dram_gib=500_000), "dram_gib asks for 500000 GiB and .* set dram_gib to at most [0-9.]+"
     ),
     "memory below a chunk": (
         just(dram_gib=slot_bytes(64) / 2 / GIB), "raise dram_gib or lower the tokens of a chunk"
