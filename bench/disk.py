@@ -21,7 +21,7 @@ def measure() -> list[Figure]:
         program = Path(work) / "disk"
         subprocess.run(["go", "build", "-o", str(program), "./bench/disk"], cwd=ROOT, check=True)
         out = subprocess.run([str(program), "-dir", work], check=True, stdout=subprocess.PIPE, text=True).stdout
-    return [as_figure(s) for s in json.loads(out)]
+    return [as_figure(json.loads(line)) for line in out.splitlines()]
 
 
 def as_figure(s: dict) -> Figure:

@@ -1,5 +1,5 @@
 // Command disk measures the disk tier against plain direct I/O on the same files, in
-// the same run, and prints JSON. bench.py --part disk shows it.
+// the same run, and prints JSON, one figure a line. bench.py --part disk shows them.
 package main
 
 import (
@@ -7,6 +7,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"strconv"
 	"strings"
 )
 
@@ -38,43 +39,51 @@ var parts = map[string]func(string, options) ([]series, error){
 func main() {
 	var o options
 	var quick bool
-	var only string
+	var only, files string
 	flag.StringVar(&o.dir, "dir", "", "a directory on the disk to be measured, for files that go again")
-	flag.IntVar(&o.runs, "runs", 7, "turns of each transfer")
+	flag.IntVar(&o.runs, "runs", 5, "turns of each transfer")
 	flag.Int64Var(&o.bytes, "bytes", 256<<20, "written and read in one turn")
 	flag.BoolVar(&quick, "quick", false, "less of everything, to see that it works")
+	flag.StringVar(&files, "files", "20000,100000", "to be adopted, in one opening after the other")
 	flag.StringVar(&only, "parts", "transfers,burst,adoption,checksum", "what is measured, with commas between")
 	flag.Parse()
-	o.files = []int{20_000, 100_000}
 	if quick {
-		o.runs, o.bytes, o.files = 2, 64<<20, []int{2000}
+		o.runs, o.bytes, files = 2, 64<<20, "2000"
 	}
-	figures, err := measure(o, strings.Split(only, ","))
-	if err == nil {
-		err = json.NewEncoder(os.Stdout).Encode(figures)
+	for _, text := range strings.Split(files, ",") {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 {
+			fmt.Fprintf(os.Stderr, "disk: -files %q: numbers with commas between\n", files)
+			os.Exit(2)
+		}
+		o.files = append(o.files, n)
 	}
-	if err != nil {
+	if err := measure(o, strings.Split(only, ",")); err != nil {
 		fmt.Fprintln(os.Stderr, "disk:", err)
 		os.Exit(1)
 	}
 }
 
-func measure(o options, names []string) (all []series, err error) {
+func measure(o options, names []string) error {
 	dir, err := os.MkdirTemp(o.dir, "kvtier-bench")
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer os.RemoveAll(dir)
 	for _, name := range names {
 		part, ok := parts[name]
 		if !ok {
-			return nil, fmt.Errorf("there is no part %q", name)
+			return fmt.Errorf("there is no part %q", name)
 		}
-		s, err := part(dir, o)
+		all, err := part(dir, o)
 		if err != nil {
-			return nil, err
+			return err
 		}
-		all = append(all, s...)
+		for _, s := range all {
+			if err := json.NewEncoder(os.Stdout).Encode(s); err != nil {
+				return err
+			}
+		}
 	}
-	return all, nil
+	return nil
 }

@@ -177,9 +177,7 @@ func oneTurn(dir string, bytes int, long, short [][]byte, plainFirst bool) (t ra
 	}
 	rate := func(to *float64, do func([][]byte) error, buffers [][]byte) func() error {
 		return func() error {
-			// Whoever comes first pays for what was deleted or written before: so the
-			// file system is at rest, and the device at work, before the clock runs.
-			syscall.Sync()
+			// Whoever comes first finds the device asleep, or at what was there before.
 			if err := primer.again(long[:max(1, primerBytes/len(long[0]))]); err != nil {
 				return err
 			}
@@ -189,6 +187,7 @@ func oneTurn(dir string, bytes int, long, short [][]byte, plainFirst bool) (t ra
 			return err
 		}
 	}
+	syscall.Sync() // of what the turn before has deleted
 	steps := []func() error{
 		rate(&t.write, h.write, short), rate(&t.plainWrite, p.write, long),
 		rate(&t.read, h.read, short), rate(&t.plainRead, p.read, long),
