@@ -134,7 +134,7 @@ def test_hash_algorithm_and_seed_of_the_engine_do_not_matter(start, monkeypatch,
     e = start()
     assert e.add(DOC, 1).request.block_hashes[0] != before
     e.run()
-    assert ask(e)["load_tokens"] == STORED
+    assert e.counts["load_tokens"] == STORED
 
 
 def test_adapter_of_other_content_under_the_same_name_and_path(start, tmp_path, caplog):
