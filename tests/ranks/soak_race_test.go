@@ -1,7 +1,0 @@
-//go:build race
-
-package ranks
-
-import "time"
-
-const soakTime = 20 * time.Second // it has run before, without the race detector
