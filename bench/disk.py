@@ -7,6 +7,7 @@ figures over."""
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import tempfile
 from pathlib import Path
@@ -26,8 +27,7 @@ def measure() -> list[Figure]:
 
 def as_figure(s: dict) -> Figure:
     limits = tuple(s["limit"])
-    middle = sorted(limits)[len(limits) // 2]
     return Figure(
-        s["name"], s["unit"], s["limit_name"], tuple(s["value"]), middle, s["less_is_better"], s["want"],
+        s["name"], s["unit"], s["limit_name"], tuple(s["value"]), statistics.median(limits), s["less_is_better"], s["want"],
         limits if s["paired"] else (),
     )  # fmt: skip
