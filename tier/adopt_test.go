@@ -134,13 +134,13 @@ func TestOtherNamespacesAreNotAdopted(t *testing.T) {
 // again leaves it alone, whatever else is swept there.
 func TestTempFileOfTheLiveSessionStays(t *testing.T) {
 	fs := &faultFS{}
-	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs}).scanned()
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs, Durable: true}).scanned()
 	require.NoError(t, h.put(1)) // the directory is there
 	k := shelfKey(1)
 	k[31]++ // beside it
 	gate, reached := make(chan struct{}), make(chan struct{})
 	fs.set(func(call, path string) error {
-		if call == "rename" && path == h.disk.dir.filePath(k) {
+		if call == "sync" && filepath.Ext(path) == ".tmp" { // written, and not yet published
 			close(reached)
 			<-gate
 		}
