@@ -608,6 +608,7 @@ func TestDiskRecencyIsInTheMtime(t *testing.T) {
 	last := clock.Load()
 	h.wait("touch", func() bool { return mtime(1) == last-1000 })
 	require.Equal(t, first, mtime(0))
+	h.wait("count", func() bool { return h.store.Stats().Touched >= 2 })
 	require.Equal(t, uint64(2), h.store.Stats().Touched)
 	h.close() // ... and all written at close.
 	require.Equal(t, last, mtime(0))
