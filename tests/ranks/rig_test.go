@@ -192,12 +192,13 @@ const model = "test/ranks"
 type root struct {
 	dir   string
 	slots int
+	slot  int     // bytes of one; 0: 4096
 	disk  float64 // GiB; 0: more than any test needs
 	extra string  // more settings, each with a comma in front
 }
 
 func (r root) config(role string) string {
-	const slot = 4096
+	slot := max(r.slot, 4096)
 	disk := r.disk
 	if disk == 0 {
 		disk = 0.05
