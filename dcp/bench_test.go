@@ -33,8 +33,8 @@ func BenchmarkAssemble(b *testing.B) {
 		for _, size := range []struct {
 			name   string
 			chunks int
-			layers int // at most so many regions
-		}{{"beyond", 16, 1000}, {"inside", 1, 12}} {
+			row    int // about so many bytes at most
+		}{{"beyond", 16, 1 << 20}, {"inside", 1, 8 << 10}} {
 			for _, d := range []int{1, 2, 4} {
 				for _, i := range []int{1, 16, 64} {
 					if d == 1 && i > 1 || size.name == "inside" && d != 2 {
@@ -42,7 +42,7 @@ func BenchmarkAssemble(b *testing.B) {
 					}
 					name := fmt.Sprintf("row=%s/size=%s/ranks=%d/I=%d", row.name, size.name, d, i)
 					b.Run(name, func(b *testing.B) {
-						a := newAssembly(Geometry{D: d, I: i, B: 64, C: 256}, row.widths[:min(len(row.widths), size.layers)], size.chunks)
+						a := newAssembly(Geometry{D: d, I: i, B: 64, C: 256}, upTo(size.row, row.widths), size.chunks)
 						a.report(b)
 					})
 				}
@@ -56,6 +56,17 @@ func repeated(n int, widths ...int) (out []int) {
 		out = append(out, widths...)
 	}
 	return out
+}
+
+// upTo gives the first regions of a row that are not more than so many bytes.
+func upTo(limit int, widths []int) []int {
+	sum := 0
+	for i, w := range widths {
+		if sum += w; sum > limit {
+			return widths[:i]
+		}
+	}
+	return widths
 }
 
 // assembly is the pages of all ranks and the slots of some chunks.
