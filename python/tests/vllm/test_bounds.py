@@ -24,6 +24,7 @@ def outside(tmp_path):
         "dram_gib": SLOTS * slot_bytes(64) / (1 << 30),
         "close_timeout_s": 2.0,
         "load_window_deadline_s": 1.0,
+        "lease_ttl_s": 3600,  # a lease that is left over must not end by itself
     }
     leaders, engines = [], []
 

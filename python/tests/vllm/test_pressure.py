@@ -24,6 +24,8 @@ SEED = int(os.environ.get("KVTIER_PRESSURE_SEED", random.SystemRandom().randrang
 BLOCK, BLOCKS, CHUNK, SLOTS = 64, 30, 128, 40
 REQUESTS = 64
 LOOKUP_WAIT_S = 0.3
+#: Longer than any test waits: a lease that is left over must not end by itself.
+LEASE_TTL_S = 3600
 #: How long the last requests may take on a slow machine before they count as stuck.
 STUCK_S = 240.0
 DOCUMENTS = 10
@@ -188,7 +190,7 @@ def engine(extra: dict, **kw) -> Engine:
         slots=SLOTS,
         batched_tokens=256,
         sequences=16,
-        extra={"lookup_wait_s": LOOKUP_WAIT_S, "min_load_tokens": 128} | extra,
+        extra={"lookup_wait_s": LOOKUP_WAIT_S, "min_load_tokens": 128, "lease_ttl_s": LEASE_TTL_S} | extra,
         recognisable=True,
         **kw,
     )
@@ -245,6 +247,7 @@ def test_pressure_while_the_leader_is_stopped_and_killed(tmp_path, capsys, async
         "dram_gib": SLOTS * slot_bytes(CHUNK) / (1 << 30),
         "load_window_deadline_s": 1.0,
         "close_timeout_s": 5.0,
+        "lease_ttl_s": LEASE_TTL_S,
     }
     rng = random.Random(SEED + 1)
     leader = LeaderProcess(settings)
