@@ -120,7 +120,8 @@ class Diagnosis:
         total = sum(c.values())
         found = {k: n for k, n in c.items() if k not in ("nothing", "hit")}
         if not found:
-            return f"no two of {total} prompts began with the same {min(chunk, LEAST_SHARED)} tokens, so there was nothing to find"
+            least = min(chunk, LEAST_SHARED)
+            return f"no two of {total} prompts began with the same {least} tokens, so there was nothing to find"
         largest = max(found, key=lambda k: found[k])
         n = found[largest]
         of = f"{n} of {total} requests"

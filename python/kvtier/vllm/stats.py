@@ -90,7 +90,7 @@ STATE: dict[str, str] = {
 #: What a disk may be; the figure "disk_state" is a place in this list.
 DISK_STATES = ("none", "scanning", "on", "trial", "off", "dead")
 
-_WAIT = "lookup_wait/"  # before seconds with two digits; counts samples
+_WAIT = "lookup_wait/"  # before seconds, rounded to one digit so that there are few; counts samples
 _NOW = "now/"  # before the name of a figure of the present state
 
 
@@ -105,7 +105,7 @@ class KVTierStats(KVConnectorStats):
 
     def waited(self, seconds: float) -> None:
         """A lookup got its answer after so long."""
-        self.add(f"{_WAIT}{seconds:.2g}")
+        self.add(f"{_WAIT}{seconds:.1g}")
 
     def show(self, figures: Mapping[str, int | float]) -> None:
         """Sets figures of the present state."""

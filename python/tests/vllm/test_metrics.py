@@ -1,7 +1,6 @@
 """Statistics on their whole way: counted in the halves, added up by vLLM, shown in its
 log line and by its Prometheus logger."""
 
-import logging
 import re
 import time
 from pathlib import Path

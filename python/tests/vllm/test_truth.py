@@ -1,6 +1,5 @@
 """What the cache says of itself: the line at start, and why it is never hit."""
 
-import logging
 import subprocess
 import sys
 import time
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine import Engine, slot_bytes
-from test_scheduler import DOC, document, warm
+from test_scheduler import DOC, document
 
 import kvtier
 from kvtier.vllm import diagnosis
