@@ -114,9 +114,9 @@ func (c *crew) check() {
 		require.Empty(c.t, r.Wrong, "worker %d", i)
 		if r.Disk != nil {
 			for name, n := range r.Disk.Errors {
-				// A read that took more than a second is an error without a number, and the
-				// vandal takes away what is being written.
-				require.Contains(c.t, []string{"other", "ENOENT"}, name, "%d errors of the disk", n)
+				// A busy machine makes reads slow, and the vandal takes away what is being
+				// written.
+				require.Contains(c.t, []string{"slow", "ENOENT"}, name, "%d errors of the disk", n)
 			}
 		}
 		if time.Since(heard) > silence {
