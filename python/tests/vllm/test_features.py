@@ -239,7 +239,7 @@ def test_asynchronous_scheduling(make):  # noqa: F811
         # The chunk whose last token was the last one sampled may be lost.
         if held(e, q.tokens[:768]) == 12:
             break
-    assert held(e, q.tokens[:768]) == 12
+    assert held(e, q.tokens[:768]) == 12 and not e.counts["errors"]
     e.counts.clear()
     again = e.add(q.tokens[:750], 50)
     pipelined(e)
@@ -250,7 +250,7 @@ def test_asynchronous_scheduling(make):  # noqa: F811
     other = e.add(document(50, 300), 60)
     pipelined(e, events=lambda step: e.abort(aborted) if step == 2 else None)
     assert len(other.request.output_token_ids) == 60
-    assert e.counts["loads_done"] == e.counts["loads"] == 2
+    assert e.counts["loads_done"] == e.counts["loads"] == 2 and not e.counts["errors"]
 
 
 # ---- drafts
@@ -275,13 +275,16 @@ def test_drafts_are_never_stored(make, rng):  # noqa: F811
 
     coordinator, e.half._coordinator = e.half._coordinator, Watch()
     try:
-        running = [e.add(document(60 + k, 40 + 60 * k), 300) for k in range(3)]
+        running = [e.add(document(60 + k, 8 + 64 * k), 300) for k in range(3)]
         while e.scheduler.requests:
             e.step()
             draft(e, rng)
     finally:
         e.half._coordinator = coordinator
     assert offered and e.counts["errors"] == 0
+    # An offer without an answer in time is made again in the next step; on a machine that
+    # is too slow for that the last chunk is lost.
+    lost = 1 if e.counts["store_timeouts"] else 0
     true = {}
     for q in running:
         r = Sequence("true", q.tokens[: q.prompt_len + 300], 1)
@@ -296,7 +299,7 @@ def test_drafts_are_never_stored(make, rng):  # noqa: F811
         e.counts.clear()
         e.add(q.tokens[: q.prompt_len + 300], 2)
         e.run()
-        assert e.counts["load_tokens"] == full * 64
+        assert (full - lost) * 64 <= e.counts["load_tokens"] <= full * 64
 
 
 def draft(e, rng):
