@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -139,6 +140,8 @@ func TestTempFileOfTheLiveSessionStays(t *testing.T) {
 	k := shelfKey(1)
 	k[31]++ // beside it
 	gate, reached := make(chan struct{}), make(chan struct{})
+	open := sync.OnceFunc(func() { close(gate) })
+	t.Cleanup(open)
 	fs.set(func(call, path string) error {
 		if call == "sync" && filepath.Ext(path) == ".tmp" { // written, and not yet published
 			close(reached)
@@ -154,7 +157,7 @@ func TestTempFileOfTheLiveSessionStays(t *testing.T) {
 	require.NoError(t, h.store.scanUnit(h.disk.dir, int(k[0])))
 	require.NoFileExists(t, dead)
 	require.Len(t, filesBelow(t, h.root.Path(), ".tmp"), 1)
-	close(gate)
+	open()
 	require.NoError(t, h.answer(done))
 	require.True(t, h.disk.Has(k))
 	require.Equal(t, uint64(1), h.store.Stats().Swept)
