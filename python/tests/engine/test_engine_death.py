@@ -1,0 +1,219 @@
+"""A real engine dies in every way: SIGKILL of its core, its worker or all of it, the
+supervisor's SIGTERM, Ctrl-C. Every later answer is right and found in the cache.
+
+KVTIER_ENGINE_DEATHS sets how many lives end by SIGKILL (3, of which each hits
+another process); KVTIER_SEED repeats a run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from stage import CHUNK, PYTHON, outputs, prompts, wait_until
+
+MODEL = "llama"
+CHUNKS = 3
+PAIRS = 4
+DEATHS = int(os.environ.get("KVTIER_ENGINE_DEATHS", "3"))
+CAP_GIB = 1
+#: Until every process of an engine has ended: one that hangs takes for ever.
+END_S = 300.0
+WHO = ("worker", "core", "all")
+
+
+def session(pid: int) -> dict[int, str]:
+    """The living processes of a session, by what they are."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            line = (entry / "cmdline").read_text().replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == pid and fields[0] != "Z":
+            kind = "core" if "EngineCore" in line else "worker" if "Worker" in line else "other"
+            found[int(entry.name)] = "main" if int(entry.name) == pid else kind
+    return found
+
+
+def kill(pid: int, who: str) -> None:
+    there = session(pid)
+    chosen = [p for p, kind in there.items() if who in (kind, "all")]
+    assert chosen, f"no {who} among {there}"
+    for p in chosen:
+        os.kill(p, signal.SIGKILL)
+
+
+def allocated(root: Path) -> int:
+    return sum(p.lstat().st_blocks * 512 for p in [root, *root.rglob("*")])
+
+
+@dataclass
+class Told:
+    seed: int
+    cold: list[dict] = field(default_factory=list)
+    own: list[dict] = field(default_factory=list)
+    #: Answers to the same prompts by each later life.
+    later: dict[str, list[dict]] = field(default_factory=dict)
+    allocated: list[int] = field(default_factory=list)
+    codes: dict[str, int] = field(default_factory=dict)
+    seen: dict[str, object] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def told(stage):
+    seed = int(os.environ.get("KVTIER_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"KVTIER_SEED={seed}")
+    lives: list[int] = []
+    try:
+        yield tell(stage, Told(seed), lives)
+    finally:
+        for pid in lives:  # a failed test leaves no process
+            for p in session(pid):
+                os.kill(p, signal.SIGKILL)
+
+
+def tell(stage, told: Told, lives: list[int]) -> Told:
+    rng = random.Random(told.seed)
+    pairs = [prompts(60 + i, CHUNKS) for i in range(PAIRS)]
+
+    def live(wait: bool = True):
+        life = stage.live(wait=wait, disk_gib=CAP_GIB)
+        lives.append(life.pid)
+        return life
+
+    def ask_all(life, name: str) -> None:
+        told.later[name] = [life.ask(second) for _, second in pairs]
+        life.forget()
+
+    def gone(life, what: str) -> None:
+        wait_until(lambda: not session(life.pid), f"the end of all processes after {what}", END_S)
+
+    life = live()
+    for first, second in pairs:
+        told.cold.append(life.ask(second, opt_out=True))
+        life.forget()
+        life.ask(first)
+        told.own.append(life.ask(second))
+    life.forget()
+    wait_until(lambda: len(stage.chunk_files()) == CHUNKS * PAIRS, "writing to disk")
+
+    for death in range(DEATHS):
+        who = WHO[death % len(WHO)]
+        # A prompt that nobody knows is stored, one of before is loaded.
+        fresh = prompts(rng.randrange(1000, 1 << 30), rng.randrange(1, 8))[0]
+        for prompt in rng.sample([fresh, pairs[rng.randrange(PAIRS)][1]], 2):
+            life.send("ask", prompt=prompt, max_tokens=rng.randrange(1, 64))
+        time.sleep(rng.uniform(0, 2))
+        kill(life.pid, who)
+        if death % 2 == 0:
+            gone(life, f"the kill of {who}")
+        told.allocated.append(allocated(stage.root))
+        old, life = life, live()  # perhaps while the old one still tears down
+        ask_all(life, f"kill {death} ({who})")
+        gone(old, f"the kill of {who}")
+        old.kill()
+
+    # The supervisor's way, in the middle of a store, and another start at once.
+    files = len(stage.chunk_files())
+    life.ask(prompts(777, 5)[0])
+    life.send("ask", prompt=prompts(778, 7)[0], max_tokens=500)
+    os.kill(life.pid, signal.SIGTERM)
+    old, life = life, live(wait=False)
+    told.codes["terminated"] = old.end(END_S)
+    gone(old, "SIGTERM")
+    told.seen["files drained"] = len(stage.chunk_files()) - files
+    old.kill()
+    life.ready()
+    wait_until(lambda: answered_from_cache(life, pairs[0][1]), "a working cache", END_S)
+    ask_all(life, "quick restart")
+
+    # Ctrl-C reaches every process of a terminal; an impatient user presses it twice.
+    life.send("ask", prompt=prompts(779, 7)[0], max_tokens=500)
+    life.send("ask", prompt=pairs[1][1], max_tokens=100)
+    time.sleep(rng.uniform(0, 2))
+    os.killpg(life.pid, signal.SIGINT)
+    time.sleep(rng.uniform(0, 0.5))
+    if session(life.pid):
+        os.killpg(life.pid, signal.SIGINT)
+    told.codes["interrupted"] = life.end(END_S)
+    gone(life, "Ctrl-C")
+    life.kill()
+
+    life = live(wait=False)
+    time.sleep(rng.uniform(0, 20))
+    os.killpg(life.pid, signal.SIGINT)
+    told.codes["interrupted at start"] = life.end(END_S)
+    gone(life, "Ctrl-C at start")
+    life.kill()
+    told.allocated.append(allocated(stage.root))
+
+    check = subprocess.run(
+        [PYTHON.parent / "build" / "kvtier", "verify", str(stage.root)], capture_output=True, text=True, check=False
+    )
+    told.seen["verify"] = (check.returncode, check.stdout + check.stderr)
+    told.seen["gc"] = subprocess.run(
+        [PYTHON.parent / "build" / "kvtier", "gc", str(stage.root)], capture_output=True, text=True, check=True
+    ).stdout
+    told.seen["left"] = [str(p) for p in stage.root.rglob("*.tmp")]
+    told.seen["in /dev/shm"] = [n for n in os.listdir("/dev/shm") if "kvtier" in n]
+    told.seen["processes"] = {pid: session(pid) for pid in lives if session(pid)}
+    return told
+
+
+def answered_from_cache(life, prompt: list[int]) -> bool:
+    """While the old leader closes, a new engine says miss; then it takes over."""
+    answer = life.ask(prompt)
+    life.forget()
+    return sum(answer["loaded"].values()) > 0
+
+
+def names() -> list[str]:
+    return [f"kill {d} ({WHO[d % len(WHO)]})" for d in range(DEATHS)] + ["quick restart"]
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_later_answer_is_right(told, name):
+    for cold, own, answer in zip(told.cold, told.own, told.later[name], strict=True):
+        assert own["local"] == CHUNKS * CHUNK, "the reference must be a prefix hit"
+        loaded = sum(answer["loaded"].values())
+        assert loaded in (0, CHUNKS * CHUNK), f"seed {told.seed}"
+        # Nothing is loaded while an old leader is still closing.
+        assert outputs(answer) == outputs(own if loaded else cold), f"seed {told.seed}"
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_next_start_hits(told, name):
+    loaded = [sum(answer["loaded"].values()) for answer in told.later[name]]
+    assert loaded[-1] == CHUNKS * CHUNK, f"{loaded}, seed {told.seed}"
+
+
+def test_the_disk_holds_no_more_than_it_may(told):
+    assert max(told.allocated) <= CAP_GIB << 30
+
+
+def test_sigterm_writes_out_what_is_in_dram(told):
+    assert told.codes["terminated"] in (0, -15, 143)
+    assert told.seen["files drained"] >= 5
+
+
+def test_ctrl_c_ends_it(told):
+    # vLLM turns the signal into an exit of its own, or dies of it.
+    assert told.codes["interrupted"] in (-2, 0, 1, 130)
+    assert told.codes["interrupted at start"] in (-2, 0, 1, 130)
+
+
+def test_nothing_is_left(told):
+    assert told.seen["verify"][0] == 0, told.seen["verify"]
+    assert told.seen["left"] == []
+    assert told.seen["in /dev/shm"] == []
+    assert told.seen["processes"] == {}
