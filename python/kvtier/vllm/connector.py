@@ -26,8 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from . import metrics
+from .handshake import KVTierHandshake
 from .leaderwatch import LeaderWatch
-from .metadata import KVTierHandshake, KVTierMetadata, LoadPlan
+from .metadata import KVTierMetadata, LoadPlan
 from .scheduler import SchedulerHalf
 from .settings import Settings, SettingsError
 from .stats import KVTierStats, logger

@@ -1,4 +1,4 @@
-"""What the scheduler half tells the worker half in a step, and once at start.
+"""What the scheduler half tells the worker half in a step.
 
 Plain integers and lists only: it is pickled for every worker in every step,
 also while the engine only waits for loads.
@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-)
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+import kvtier
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 #: Code, slot, generation.
 Verdict = tuple[int, int, int]
@@ -59,18 +64,10 @@ class KVTierMetadata(KVConnectorMetadata):
     stores: list[StorePlan] = field(default_factory=list)
 
 
-@dataclass
-class KVTierHandshake(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler before the first request. The leader
-    decides over geometry; this catches a scheduler that is attached elsewhere."""
-
-    root: str
-    group: str
-    #: D, I and B as this rank has them; 0 when it does not take part.
-    dcp: int
-    interleave: int
-    block_tokens: int
-    rank: int
-    ranks: int
-    #: Why this worker does not take part; empty when it does.
-    off: str = ""
+def first_window(verdicts: npt.NDArray[np.uint32]) -> list[Verdict]:
+    """The verdicts that travel: the leading resident chunks and one more, so that
+    a load whose first chunk is not read yet is not taken for a failed one."""
+    codes = verdicts[:, 0]
+    later = np.flatnonzero(codes != kvtier.READY)
+    n = int(later[0]) + 1 if len(later) else len(codes)
+    return [(int(c), int(s), int(g)) for c, s, g in verdicts[:n, :3]]

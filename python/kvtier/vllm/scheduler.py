@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
@@ -23,17 +22,18 @@ import kvtier
 
 from .announcement import capacity
 from .diagnosis import Diagnosis
+from .handshake import KVTierHandshake, check_handshakes, group_name, root_of
 from .identity import has_draft_layers
 from .keychain import MAX_KEYS, KeyChain, LoRADigests, NotIdentified, Roots, check_identifiable
 from .leases import Incarnation, Leases, Patience
 from .mapping import context_ranks
-from .metadata import KVTierHandshake, KVTierMetadata, LoadPlan, StorePlan
+from .metadata import KVTierMetadata, LoadPlan, first_window
 from .settings import Settings
 from .stats import LOG_S, KVTierStats, drain_records, logger
+from .storing import Storing
 from .tracked import NO_LIMIT, Load, Tracked, wishes
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,20 +43,11 @@ if TYPE_CHECKING:
 
 _TIERS = {CacheHitSource.HOST: "dram", CacheHitSource.DISK: "disk"}
 
-STORE_WAIT_S = 0.002
 LOAD_WAIT_S = 0.003
 #: How often to look whether a leader has accepted the group.
 ACCEPT_S = 0.01
 #: How long construction waits for the group to be accepted.
 OPEN_S = 5.0
-
-
-def group_name(engine_id: str) -> str:
-    """The group of an engine's ranks and scheduler; at most 255 bytes."""
-    name = f"vllm:{engine_id}"
-    if len(name.encode()) > 255:
-        name = f"vllm:{kvtier.keys.digest(engine_id).hex()}"
-    return name
 
 
 class Misfit(ValueError):
@@ -114,8 +105,10 @@ class SchedulerHalf:
         self._logged_at = clock()
         self.diagnosis = Diagnosis(settings)
         self._slot_bytes = 0
-        self._capacity = 0  # tokens that fit in DRAM and on disk
         self._reasons: set[str] = set()
+        self._storing = Storing(
+            settings, self.stats, self.diagnosis, self._ids, self._ahead, self._exclude
+        )
 
     # ---- opening and closing -------------------------------------------------
 
@@ -133,43 +126,20 @@ class SchedulerHalf:
     def check_handshake(self, workers: Sequence[KVTierHandshake]) -> None:
         """Compares what the workers registered with what this half sees. Geometry comes
         from the ranks: a scheduler that counts other tokens to a block stays out."""
-        here = sorted(w.rank for w in workers)
-        if here != list(range(self._ranks)):
-            raise ValueError(f"{self._ranks} workers are expected, those of ranks {here} are here")
-        for w in workers:
-            where = f"worker rank {w.rank}"
-            if w.off:
-                self.switch_off(f"{where} does not take part: {w.off}")
-                return
-            mine = {
-                "group": self._group,
-                "root": root_of(self._settings),
-                "ranks": self._ranks,
-                "decode context parallel size": self._dcp,
-                "block size": self._block_tokens,
-            }
-            theirs = {
-                "group": w.group,
-                "root": w.root,
-                "ranks": w.ranks,
-                "decode context parallel size": w.dcp,
-                "block size": w.block_tokens,
-            }
-            for what, value in mine.items():
-                if theirs[what] != value:
-                    raise ValueError(
-                        f"scheduler and {where} disagree on the {what}: {value!r} and {theirs[what]!r}"
-                    )
-        interleaves = {w.interleave for w in workers}
-        if len(interleaves) > 1:
-            raise ValueError(f"the workers disagree on the interleave: {sorted(interleaves)}")
-        if self._dcp > 1 and interleaves != {self._interleave}:
-            logger.warning(
-                "kvtier: the workers interleave by %d tokens, the scheduler is configured for %d; "
-                "what the workers do counts",
-                interleaves.pop(),
-                self._interleave,
-            )
+        off = check_handshakes(
+            workers,
+            KVTierHandshake(
+                root=root_of(self._settings),
+                group=self._group,
+                dcp=self._dcp,
+                interleave=self._interleave,
+                block_tokens=self._block_tokens,
+                rank=-1,
+                ranks=self._ranks,
+            ),
+        )
+        if off:
+            self.switch_off(off)
 
     def switch_off(self, why: str) -> None:
         """Misses from now on; loads in flight are still followed to their end."""
@@ -232,7 +202,7 @@ class SchedulerHalf:
         self._chunk = accepted.chunk_tokens
         self._span = accepted.block_tokens * accepted.dcp
         self._slot_bytes = accepted.slot_bytes
-        self._capacity = capacity(accepted)
+        self._storing.adopt(self._chunk, self._span, capacity(accepted))
         fresh = self._roots is None or self._roots.fingerprint != accepted.fingerprint
         if fresh:
             self._roots = Roots(accepted.fingerprint, self._settings.tag, self._loras)
@@ -419,7 +389,7 @@ class SchedulerHalf:
             self.stats.add("loads_unbegun")
             return
         plan.session = begun[0]
-        plan.verdicts = _first_window(begun[1])
+        plan.verdicts = first_window(begun[1])
 
     def _split(self, i: Incarnation, first: int, n: int) -> dict[CacheHitSource, int]:
         """Tokens by tier. What a prefetch of ours brought to DRAM came from disk."""
@@ -449,7 +419,7 @@ class SchedulerHalf:
         if not session:
             return
         self._leases.renew((t.incarnation for t in self._tracked.values()), session, now)
-        self._store(meta, output, session)
+        self._storing.step(self._coordinator, session, self._tracked, output, meta)
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id, session, now)
 
@@ -470,106 +440,6 @@ class SchedulerHalf:
             self._restart(t)
         if self._worth_asking(t):
             self._begin(t, session, now)
-
-    def _store(self, meta: KVTierMetadata, output: SchedulerOutput, session: int) -> None:
-        offers: list[tuple[Tracked, int, kvtier.StoreRequest]] = []
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            t = self._tracked.get(request_id)
-            if t is None or not t.may_store or t.frozen or t.chain is None:
-                continue
-            r = t.request
-            # Capped by what is known: drafts and tokens still being sampled are
-            # scheduled, but not final.
-            end = min(r.num_computed_tokens + scheduled, r.num_tokens - self._ahead)
-            if not self._settings.save_generated:
-                end = min(end, r.num_prompt_tokens)
-            end //= self._chunk
-            if end > t.cursor and end > t.declined_at:
-                end = min(end, t.cursor + MAX_KEYS)
-                offer = self._offer(t, end)
-                if offer is not None:
-                    offers.append((t, end, offer))
-        if not offers:
-            return
-        try:
-            answered, verdicts = self._coordinator.store_begin([o for _, _, o in offers], STORE_WAIT_S)
-        except kvtier.Error as e:  # the leader is going
-            logger.debug("kvtier: nothing is stored in this step: %s", e)
-            self.stats.add("store_timeouts", len(offers))
-            return
-        failed: Exception | None = None
-        for (t, end, offer), v in zip(offers, verdicts, strict=True):
-            self.stats.add("chunks_offered", end - offer.first_ordinal)
-            if v is None:
-                self.stats.add("store_timeouts")
-                continue
-            try:
-                if answered != session:
-                    raise ValueError("another leader answered")
-                plan = self._plan(t, end, offer, v, session, output)
-            except Exception as e:
-                # Whatever was granted will have no writer.
-                self._coordinator.cancel(offer.op, True)
-                t.may_store = False
-                failed = e
-                continue
-            if plan is not None:
-                meta.stores.append(plan)
-        if failed is not None:
-            raise failed
-
-    def _offer(self, t: Tracked, end: int) -> kvtier.StoreRequest | None:
-        """Asks for slots for chunks cursor..end, whose tokens are computed when this
-        step has run."""
-        if self._ahead:
-            # The token after the last computed one may have been replaced; the key that
-            # named it is of another prefix.
-            t.cursor = min(t.cursor, max(t.request.num_computed_tokens - self._ahead, 0) // self._chunk)
-        t.chain.truncate(max(t.cursor, t.request.num_computed_tokens // self._chunk))
-        try:
-            t.chain.extend(end)
-        except (OverflowError, TypeError, ValueError) as e:
-            self._exclude(t, f"its tokens are not numbers of 32 bits ({e})")
-            return None
-        return kvtier.StoreRequest(
-            op=next(self._ids),
-            first_ordinal=t.cursor,
-            parent=t.chain.parent(t.cursor),
-            keys=t.chain.kept(t.cursor, end),
-            no_disk=bool(t.epoch) or t.memory_only,
-        )
-
-    def _plan(
-        self,
-        t: Tracked,
-        end: int,
-        offer: kvtier.StoreRequest,
-        verdicts: npt.NDArray[np.uint32],
-        session: int,
-        output: SchedulerOutput,
-    ) -> StorePlan | None:
-        """Makes a plan of the verdicts and moves the cursor."""
-        first = offer.first_ordinal
-        codes = verdicts[:, 0]
-        granted = np.flatnonzero(codes == kvtier.GRANTED)
-        declined = np.flatnonzero(codes == kvtier.DECLINED)
-        t.cursor = first + int(declined[0]) if len(declined) else end
-        t.declined_at = end if len(declined) else -1
-        self.stats.add("chunks_granted", len(granted))
-        self.stats.add("chunks_declined", len(declined))
-        self.stats.add("chunks_held", len(codes) - len(granted) - len(declined))
-        if not len(granted):
-            return None
-        if (warning := self.diagnosis.stored(len(granted), self._chunk, self._capacity)) is not None:
-            logger.warning("kvtier: %s", warning)
-        last = first + int(granted[-1])
-        a = first * self._chunk // self._span
-        b = -(-(last + 1) * self._chunk // self._span)
-        table = output.kv_connector_block_state.get_block_ids(t.request.request_id)[0]
-        if len(table) < b:
-            raise ValueError(f"{len(table)} blocks for {b} that are stored")
-        grants = [(int(k), int(verdicts[k, 1]), int(verdicts[k, 2])) for k in granted]
-        return StorePlan(offer.op, session, first, grants, list(table[a:b]))
 
     # ---- ends ----------------------------------------------------------------------
 
@@ -668,20 +538,3 @@ class SchedulerHalf:
             "planned": len(self._planned),
             "leases": sum(t.incarnation is not None for t in self._tracked.values()),
         }
-
-
-def _first_window(verdicts: npt.NDArray[np.uint32]) -> list[tuple[int, int, int]]:
-    """The verdicts that travel: the leading resident chunks and one more, so that
-    a load whose first chunk is not read yet is not taken for a failed one."""
-    codes = verdicts[:, 0]
-    later = np.flatnonzero(codes != kvtier.READY)
-    n = int(later[0]) + 1 if len(later) else len(codes)
-    return [(int(c), int(s), int(g)) for c, s, g in verdicts[:n, :3]]
-
-
-def root_of(settings: Settings) -> str:
-    """What both halves must have opened."""
-    path = settings.library.get("disk_path")
-    if path:
-        return os.path.abspath(path)
-    return f"name:{settings.library.get('name', 'default')}"

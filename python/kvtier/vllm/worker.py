@@ -22,8 +22,8 @@ import kvtier
 
 from . import identity, mapping
 from .announcement import Announcement
-from .metadata import KVTierHandshake, KVTierMetadata, LoadPlan, StorePlan
-from .scheduler import group_name, root_of
+from .handshake import KVTierHandshake, group_name, root_of
+from .metadata import KVTierMetadata, LoadPlan, StorePlan
 from .settings import Settings
 from .stats import LOG_S, KVTierStats, drain_records, logger
 

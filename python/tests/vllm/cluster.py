@@ -54,6 +54,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 import kvtier.vllm.scheduler as scheduler_half
+import kvtier.vllm.storing as storing
 
 HERE = Path(__file__).resolve().parent
 MAX_LEN = 1024
@@ -99,7 +100,7 @@ def patience() -> Iterator[None]:
     busy machine a test would see misses that it does not ask for."""
     with (
         mock.patch.object(scheduler_half, "LOAD_WAIT_S", 30.0),
-        mock.patch.object(scheduler_half, "STORE_WAIT_S", 30.0),
+        mock.patch.object(storing, "STORE_WAIT_S", 30.0),
     ):
         yield
 

@@ -454,8 +454,8 @@ def test_hook_that_fails_is_a_miss(make, monkeypatch):
     def broken(*a):
         raise RuntimeError("broken on purpose")
 
-    for method in ("get_num_new_matched_tokens", "_store"):
-        monkeypatch.setattr(e.half, method, broken)
+    for half, method in ((e.half, "get_num_new_matched_tokens"), (e.half._storing, "step")):
+        monkeypatch.setattr(half, method, broken)
         e.counts.clear()
         for _ in range(2):
             e.add(DOC[:50], 1)
@@ -477,7 +477,7 @@ def test_five_failures_in_a_row_switch_off(make, monkeypatch):
     def broken(*a):
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(e.half, "_store", broken)
+    monkeypatch.setattr(e.half._storing, "step", broken)
     e.update(step[0], e.execute(*step))
     for _ in range(6):
         e.add(document(77, 70), 1)
