@@ -41,7 +41,8 @@ type leader struct {
 	stop  chan struct{}
 	ended chan struct{}
 
-	opening sync.Mutex // one space is opened at a time; never taken under mu
+	opening  sync.Mutex     // one space is opened at a time; never taken under mu
+	retiring sync.WaitGroup // closings of vacant namespaces
 
 	mu         sync.Mutex
 	closed     bool
@@ -197,6 +198,7 @@ func (l *leader) close(timeout time.Duration) error {
 	for _, sp := range spaces {
 		errs = append(errs, sp.Close(max(time.Until(limit), 0)))
 	}
+	l.retiring.Wait() // bounded by retireTimeout, and that by what one allocation takes
 	return errors.Join(errs...)
 }
 

@@ -66,6 +66,7 @@ func (l *leader) tick() time.Duration {
 		sp.giveUpFills(now)
 		idle = idle || len(sp.fills) > 0
 	}
+	l.retireVacant()
 	l.watching, l.hurrying = waiting || idle, waiting
 	switch {
 	case len(l.starved) > 0, len(l.hungry) > 0, testing:

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/spawn"
 	"github.com/kvtier/kvtier/internal/wire"
 	"github.com/kvtier/kvtier/tier"
 )
@@ -119,8 +120,31 @@ func (sp *space) enter() {
 func (sp *space) leave() {
 	if sp.groups--; sp.groups == 0 {
 		sp.SetAttached(false)
+		sp.l.watch() // it may be vacant, now or when its slots have drained
 	}
 }
+
+// retireVacant closes the namespaces that no group uses and that hold nothing, so that
+// a leader that lives long does not keep an arena for each it has ever seen. What holds
+// chunks stays: an engine that comes back finds them in DRAM. The caller holds mu.
+func (l *leader) retireVacant() {
+	for fp, sp := range l.spaces {
+		if sp.groups > 0 || len(sp.loads)+len(sp.fills)+len(sp.tests)+sp.charged > 0 || !sp.Vacant() {
+			continue
+		}
+		delete(l.spaces, fp)
+		l.retiring.Add(1)
+		spawn.Go("end of a namespace", l.fail, func() {
+			defer l.retiring.Done()
+			if err := sp.Close(retireTimeout); err != nil {
+				l.log.Warn("the arena of a namespace stays", "namespace", sp.fingerprint.String()[:32], "error", err)
+			}
+		})
+	}
+}
+
+// retireTimeout is what an allocation under way is waited for.
+const retireTimeout = 10 * time.Second
 
 // Caps, in slots.
 func (sp *space) memberCap() int { return max(1, len(sp.charges)/4) }

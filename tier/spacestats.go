@@ -35,6 +35,12 @@ func (s *Space) Available() int {
 	return n
 }
 
+// Vacant says whether no group is attached and nothing is here that anybody could find,
+// holds, or still touches.
+func (s *Space) Vacant() bool {
+	return !s.attached.Load() && len(s.index.slots) == 0 && len(s.index.held) == 0 && s.counts[Free] == len(s.slots)
+}
+
 // Counts is how many slots are in each state.
 func (s *Space) Counts() map[State]int {
 	counts := make(map[State]int, stateCount)

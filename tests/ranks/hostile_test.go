@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier"
@@ -107,6 +108,19 @@ func (b *besieged) holds() (files, resident, members int) {
 	return len(names), resident << 10, all.Leader.Members
 }
 
+// descriptors names what the leader's process has open.
+func (b *besieged) descriptors() (open []string) {
+	dir := fmt.Sprintf("/proc/%d/fd", b.leader.cmd.Process.Pid)
+	names, err := os.ReadDir(dir)
+	require.NoError(b.t, err)
+	for _, n := range names {
+		if to, err := os.Readlink(dir + "/" + n.Name()); err == nil {
+			open = append(open, n.Name()+" "+to)
+		}
+	}
+	return open
+}
+
 // attacksOf says how many attacks of a kind there are, and how many one process does.
 var attacksOf = map[string]struct{ n, each int }{
 	"ring":    {ringAttacks(), 64},
@@ -134,10 +148,14 @@ func TestLeaderOutlivesHostilePeers(t *testing.T) {
 		t.Logf("%s: %d attacks, %d connections dropped, %v", kind, attacks.n, dropped, time.Since(began).Round(time.Millisecond))
 	}
 	requireQuiet(t, b.c)
-	require.Eventually(t, func() bool {
-		f, _, m := b.holds()
+	var f, m int
+	if !assert.Eventually(t, func() bool {
+		f, _, m = b.holds()
 		return f <= files && m == members
-	}, wait, 10*time.Millisecond, "descriptors and members do not come down to %d and %d", files, members)
+	}, wait, 100*time.Millisecond) {
+		require.FailNow(t, "the leader keeps what hostile peers had", "%d descriptors instead of %d, %d members instead of %d:\n%s",
+			f, files, m, members, strings.Join(b.descriptors(), "\n"))
+	}
 	_, after, _ := b.holds()
 	require.Less(t, after, resident+(256<<20), "the leader keeps memory")
 	require.Zero(t, panics(t, b))
