@@ -150,7 +150,11 @@ func (r *ringLink) start() {
 		defer r.fail()
 		for {
 			raw, files, err := r.conn.Recv(0)
-			if err != nil || !r.frame(raw, files) {
+			if err != nil {
+				r.drain()
+				return
+			}
+			if !r.frame(raw, files) {
 				return
 			}
 		}
@@ -167,6 +171,20 @@ func (r *ringLink) start() {
 		})
 	}
 }
+
+// drain lets the replies that a leader sent before it closed be read: the end of its
+// ring comes after them, the end of its socket may be seen before.
+func (r *ringLink) drain() {
+	timer := time.NewTimer(drainTime)
+	defer timer.Stop()
+	select {
+	case <-r.lostCh:
+	case <-r.stop:
+	case <-timer.C: // a ring without an end, of a leader that closed the socket alone
+	}
+}
+
+const drainTime = time.Second
 
 // frame takes a frame of the leader; false ends the link.
 func (r *ringLink) frame(raw []byte, files []*os.File) bool {

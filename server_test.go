@@ -2,6 +2,7 @@ package kvtier
 
 import (
 	"encoding/json"
+	"sync"
 	"testing"
 	"time"
 
@@ -115,4 +116,39 @@ func TestRingLinkAnswersEachRequestOnce(t *testing.T) {
 	require.ErrorIs(t, r.send(&wire.Request{Type: wire.Cancel}, nil), ErrNoLeader)
 	require.Len(t, answers, sent)
 	require.NoError(t, leader.Close(testWait))
+}
+
+// What a leader has answered before it closes is heard, also by a member that has not
+// read it yet: the end of the socket may be seen first.
+func TestRingLinkReadsTheLastReplies(t *testing.T) {
+	leader, err := Open(parsed(t, testConfig(t.TempDir(), RoleLeader)))
+	require.NoError(t, err)
+	requireState(t, leader, StateLeader)
+	r, err := dialRing(leader.root.RunDir(), &wire.Hello{Group: "g", Ranks: 1, Rank: 0, Coordinator: true}, testWait, nil)
+	require.NoError(t, err)
+	defer r.close()
+	lookup := &wire.Request{Type: wire.Lookup, Run: &wire.Run{Keys: make([]Key, 1)}}
+	busy, free := make(chan struct{}), make(chan struct{})
+	read := sync.OnceFunc(func() { close(free) })
+	defer read()
+	require.NoError(t, r.send(lookup, func(*wire.Reply, error) { close(busy); <-free }))
+	<-busy // nobody reads the ring from here on
+	answers := make(chan error, 1)
+	require.NoError(t, r.send(lookup, func(_ *wire.Reply, err error) { answers <- err }))
+	l := leader.leader
+	require.Eventually(t, func() (heard bool) {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		for _, a := range l.members {
+			heard = heard || a.served[wire.Lookup] == 2
+		}
+		return heard
+	}, testWait, time.Millisecond)
+	early := func() bool { return len(answers) > 0 }
+	require.Never(t, early, 50*time.Millisecond, time.Millisecond) // the reply is on its way to the ring
+	require.NoError(t, leader.Close(testWait))
+	require.Never(t, early, 100*time.Millisecond, time.Millisecond)
+	read()
+	require.NoError(t, <-answers)
+	<-r.lost()
 }
