@@ -30,6 +30,11 @@ START_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 240
 
 
+def _hear_interrupts() -> None:
+    """A shell lets what it starts in the background ignore SIGINT; so would the engine."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class EngineFailed(Exception):
     """The engine process ended or hung; the message holds the end of its log."""
 
@@ -61,6 +66,7 @@ class Life:
                 stderr=subprocess.STDOUT,
                 pass_fds=(write_end,),
                 start_new_session=True,
+                preexec_fn=_hear_interrupts,
                 env={**os.environ, **ENVIRONMENT, **(environment or {})},
             )
         os.close(write_end)

@@ -151,6 +151,7 @@ def test_sigterm_ends_a_host_without_a_handler(script: Script) -> None:
 def test_ctrl_c_during_a_wait(script: Script) -> None:
     script("""
         import kvtier, os, signal, threading, time
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
         cache = kvtier.Cache.open(settings())
         coordinator = cache.coordinate("incomplete", ranks=2)
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()

@@ -98,6 +98,15 @@ def tell(stage, told: Told, lives: list[int]) -> Told:
     def gone(life, what: str) -> None:
         wait_until(lambda: not session(life.pid), f"the end of all processes after {what}", END_S)
 
+    def engine_gone(life, what: str) -> None:
+        # The user's program, which waits for its next order, hears of it only then.
+        parts = ("core", "worker")
+        wait_until(
+            lambda: not any(kind in parts for kind in session(life.pid).values()),
+            f"the end of core and worker after {what}",
+            END_S,
+        )
+
     life = live()
     for first, second in pairs:
         told.cold.append(life.ask(second, opt_out=True))
@@ -116,12 +125,13 @@ def tell(stage, told: Told, lives: list[int]) -> Told:
         time.sleep(rng.uniform(0, 2))
         kill(life.pid, who)
         if death % 2 == 0:
-            gone(life, f"the kill of {who}")
+            engine_gone(life, f"the kill of {who}")
         told.allocated.append(allocated(stage.root))
         old, life = life, live()  # perhaps while the old one still tears down
         ask_all(life, f"kill {death} ({who})")
-        gone(old, f"the kill of {who}")
+        engine_gone(old, f"the kill of {who}")
         old.kill()
+        gone(old, "its end")
 
     # The supervisor's way, in the middle of a store, and another start at once.
     files = len(stage.chunk_files())
