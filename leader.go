@@ -41,8 +41,7 @@ type leader struct {
 	stop  chan struct{}
 	ended chan struct{}
 
-	opening  sync.Mutex     // one space is opened at a time; never taken under mu
-	retiring sync.WaitGroup // closings of vacant namespaces
+	opening sync.Mutex // one space is opened at a time; never taken under mu
 
 	mu         sync.Mutex
 	closed     bool
@@ -58,6 +57,7 @@ type leader struct {
 	hungry     []*lease  // leases whose reads wait for the arena to grow
 	freed      bool      // a slot may have become free since these were last tried
 	outbox     []func()
+	retiring   map[*space]chan struct{} // vacant namespaces whose memory is given back; closed when it is
 	count      counters
 	testCount  counters // of self-tests, told to nobody
 }
@@ -93,6 +93,8 @@ func startLeader(o leaderOptions, root *tier.Root, log *slog.Logger) (*leader, e
 		spaces:  make(map[chunk.Fingerprint]*space),
 		groups:  make(map[string]*group),
 		members: make(map[uint32]*attachment),
+
+		retiring: make(map[*space]chan struct{}),
 	}
 	if o.disk != nil {
 		so := *o.disk
@@ -198,7 +200,7 @@ func (l *leader) close(timeout time.Duration) error {
 	for _, sp := range spaces {
 		errs = append(errs, sp.Close(max(time.Until(limit), 0)))
 	}
-	l.retiring.Wait() // bounded by retireTimeout, and that by what one allocation takes
+	l.awaitRetired()
 	return errors.Join(errs...)
 }
 

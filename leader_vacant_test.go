@@ -16,14 +16,6 @@ func TestNamespaceThatHoldsNothingEnds(t *testing.T) {
 		defer r.l.mu.Unlock()
 		return len(r.l.spaces)
 	}
-	leave := func(g *rigGroup) {
-		for _, rank := range g.ranks {
-			rank.goodbye()
-			rank.dead()
-		}
-		g.coord.goodbye()
-		g.coord.dead()
-	}
 	empty := r.join("empty", 1, 1)
 	require.Equal(t, 1, open())
 	leave(empty)
@@ -38,4 +30,22 @@ func TestNamespaceThatHoldsNothingEnds(t *testing.T) {
 	require.Equal(t, 1, open(), "chunks in DRAM outlive the engine")
 	again := r.join("engine again", 1, 1)
 	require.True(t, again.state(keys[1]))
+}
+
+// An engine that comes back at once finds the memory of its own namespace given back.
+func TestNamespaceComesBackWhileItEnds(t *testing.T) {
+	r := newLeaderRig(t)
+	for range 200 {
+		leave(r.join("engine", 1, 1)) // fails when it is refused
+		r.l.tick()
+	}
+}
+
+func leave(g *rigGroup) {
+	for _, rank := range g.ranks {
+		rank.goodbye()
+		rank.dead()
+	}
+	g.coord.goodbye()
+	g.coord.dead()
 }

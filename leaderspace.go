@@ -3,6 +3,8 @@ package kvtier
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/kvtier/kvtier/internal/chunk"
@@ -68,6 +70,7 @@ func (l *leader) openSpace(ag *agreement) (*space, error) {
 	if sp != nil {
 		return sp, nil
 	}
+	l.awaitRetired() // perhaps the namespace itself, whose memory is needed again
 	if p := ag.layout.PaddedBytes; p > l.opts.dramBytes {
 		return nil, finally{fmt.Errorf("one chunk of %d tokens takes %d bytes and the DRAM budget is %d: raise dram_gib or lower the tokens of a chunk",
 			ag.geometry.C, p, l.opts.dramBytes)}
@@ -133,13 +136,32 @@ func (l *leader) retireVacant() {
 			continue
 		}
 		delete(l.spaces, fp)
-		l.retiring.Add(1)
+		done := make(chan struct{})
+		l.retiring[sp] = done
 		spawn.Go("end of a namespace", l.fail, func() {
-			defer l.retiring.Done()
+			defer close(done)
+			defer l.retired(sp)
 			if err := sp.Close(retireTimeout); err != nil {
 				l.log.Warn("the arena of a namespace stays", "namespace", sp.fingerprint.String()[:32], "error", err)
 			}
 		})
+	}
+}
+
+func (l *leader) retired(sp *space) {
+	l.lock()
+	defer l.unlock()
+	delete(l.retiring, sp)
+}
+
+// awaitRetired waits until what was vacant has given its memory back. It takes
+// retireTimeout at most.
+func (l *leader) awaitRetired() {
+	l.lock()
+	retiring := slices.Collect(maps.Values(l.retiring))
+	l.unlock()
+	for _, done := range retiring {
+		<-done
 	}
 }
 
