@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"runtime"
 	"slices"
+	"time"
 
 	"github.com/zeebo/xxh3"
 )
@@ -140,7 +141,7 @@ func (s *Space) offer(i uint32) bool {
 
 // enqueue offers a chunk to the disk tier behind those that wait already. Its queue is
 // bounded, and a burst of stores is faster than a disk: what is not taken is offered
-// again when a write ends. Until then it may be evicted like any other dirty chunk.
+// again when a write ends, or after a while. Until then it may be evicted like any other dirty chunk.
 func (s *Space) enqueue(r Ref) {
 	if len(s.backlog) >= len(s.slots) {
 		s.backlog = slices.DeleteFunc(s.backlog, func(r Ref) bool { return !s.unwritten(r) })
@@ -162,12 +163,34 @@ func (s *Space) unwritten(r Ref) bool {
 func (s *Space) offerBacklog() {
 	for len(s.backlog) > 0 {
 		if r := s.backlog[0]; s.unwritten(r) && !s.offer(r.Slot) {
+			s.offerLater()
 			return
 		}
 		s.backlog = s.backlog[1:]
 	}
 	s.backlog = nil
 }
+
+// offerLater offers the backlog again after a while when no write is under way whose end
+// would do it: a disk that was full or switched off tells nobody that it takes chunks.
+func (s *Space) offerLater() {
+	if s.writing > 0 || s.waiting || s.stopped.Load() {
+		return
+	}
+	s.waiting = true
+	time.AfterFunc(offerAgain, func() {
+		defer s.guard("a late offer to the disk tier")
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.waiting = false
+		if !s.stopped.Load() {
+			s.offerBacklog()
+		}
+	})
+}
+
+// offerAgain is how long a backlog rests that the disk tier does not take.
+const offerAgain = time.Second
 
 // Draining offers what waits for disk and says whether waiting brings more of it there.
 // It does not while the disk tier takes nothing, whether switched off or full.

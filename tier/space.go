@@ -92,6 +92,7 @@ type Space struct {
 	holes        []uint32 // slots before it that have none
 	stalledUntil time.Time
 	sealing      []Ref // waiting for a worker
+	waiting      bool  // the backlog will be offered again after a while
 	backlog      []Ref // READY, dirty and postponed by the disk tier; oldest first, some may be gone
 	dirty        int
 	writing      int
