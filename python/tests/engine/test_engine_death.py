@@ -54,7 +54,15 @@ def kill(pid: int, who: str) -> None:
 
 
 def allocated(root: Path) -> int:
-    return sum(p.lstat().st_blocks * 512 for p in [root, *root.rglob("*")])
+    """What `du` says, in bytes, also while files and directories come and go."""
+    total = 0
+    for directory, _, names in os.walk(root):
+        for path in (directory, *(os.path.join(directory, n) for n in names)):
+            try:
+                total += os.lstat(path).st_blocks * 512
+            except FileNotFoundError:
+                pass
+    return total
 
 
 @dataclass

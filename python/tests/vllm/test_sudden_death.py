@@ -117,16 +117,15 @@ def wait_until(condition, what: str) -> None:
 
 
 def allocated(root: Path) -> int:
-    """What `du` says, in bytes."""
-    return sum(entry.lstat().st_blocks * 512 for entry in [root, *root.rglob("*")] if _there(entry))
-
-
-def _there(path: Path) -> bool:
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    return True
+    """What `du` says, in bytes, also while files and directories come and go."""
+    total = 0
+    for directory, _, names in os.walk(root):
+        for path in (directory, *(os.path.join(directory, n) for n in names)):
+            try:
+                total += os.lstat(path).st_blocks * 512
+            except FileNotFoundError:
+                pass
+    return total
 
 
 @pytest.fixture
