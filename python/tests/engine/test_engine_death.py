@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from stage import CHUNK, PYTHON, outputs, prompts, wait_until
+from usage import allocated
 
 MODEL = "llama"
 CHUNKS = 3
@@ -51,18 +52,6 @@ def kill(pid: int, who: str) -> None:
     assert chosen, f"no {who} among {there}"
     for p in chosen:
         os.kill(p, signal.SIGKILL)
-
-
-def allocated(root: Path) -> int:
-    """What `du` says, in bytes, also while files and directories come and go."""
-    total = 0
-    for directory, _, names in os.walk(root):
-        for path in (directory, *(os.path.join(directory, n) for n in names)):
-            try:
-                total += os.lstat(path).st_blocks * 512
-            except FileNotFoundError:
-                pass
-    return total
 
 
 @dataclass

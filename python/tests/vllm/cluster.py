@@ -28,6 +28,7 @@ import numpy as np
 import rank_process
 from engine import Sequence, library_leftovers
 from rank_process import Job, Work
+from schedulers import block_hasher, make_scheduler, settle_blocks
 from topology import Kind, Topology
 from vllm.config import (
     CacheConfig,
@@ -41,17 +42,9 @@ from vllm.config import (
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
-    get_request_block_hasher,
-    init_none_hash,
-    resolve_kv_cache_block_sizes,
-)
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
 
 import kvtier.vllm.scheduler as scheduler_half
 import kvtier.vllm.storing as storing
@@ -204,13 +197,12 @@ class Cluster:
         theirs = pickle.loads(pickle.dumps((cfg, kvs)))
         if scheduler_adjust is not None:
             scheduler_adjust(cfg, kv)
-        scheduler_block, hash_block = resolve_kv_cache_block_sizes(kv, cfg)
+        scheduler_block = settle_blocks(cfg, kv)
         assert scheduler_block == self.span or scheduler_adjust is not None
-        cfg.cache_config.num_gpu_blocks = self._block_count = kv.num_blocks
-        cfg.cache_config.hash_block_size = hash_block
+        self._block_count = kv.num_blocks
         theirs, kvs = theirs
         theirs.cache_config.num_gpu_blocks, theirs.cache_config.hash_block_size = kv.num_blocks, self.span
-        for each, size in [*((k, self.span) for k in kvs), (kv, hash_block)]:
+        for each, size in [*((k, self.span) for k in kvs), (kv, cfg.cache_config.hash_block_size)]:
             each.kv_cache_layout, each.hash_block_size = t.layout, size
         if adjust is not None:
             adjust(theirs)
@@ -229,14 +221,7 @@ class Cluster:
                 )
             self.handshakes = [r.receive() for r in self.ranks]
             self.restored = [r.call("only", rank_process.FILL) for r in self.ranks]
-            self.scheduler = Scheduler(
-                vllm_config=cfg,
-                kv_cache_config=kv,
-                structured_output_manager=StructuredOutputManager(cfg),
-                block_size=scheduler_block,
-                hash_block_size=hash_block,
-                log_stats=True,
-            )
+            self.scheduler = make_scheduler(cfg, kv, scheduler_block)
             self.connector = self.scheduler.connector
             self.half._patience.measure = lambda now, scheduled: None
             self.connector.set_xfer_handshake_metadata_pp_aware(
@@ -246,9 +231,7 @@ class Cluster:
             self.close()
             raise
         self.aggregator = KVOutputAggregator.from_connector(self.connector, world)
-        hash_fn = get_hash_fn_by_name(cfg.cache_config.prefix_caching_hash_algo)
-        init_none_hash(hash_fn)
-        self._hasher = get_request_block_hasher(hash_block, hash_fn)
+        self._hasher = block_hasher(cfg)
 
     def _model(self, home: Path) -> Path:
         """The directory of a checkpoint whose content can be told from others."""

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import models
 import numpy as np
 import torch
+from schedulers import block_hasher, make_scheduler, settle_blocks
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -32,21 +33,13 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
-    get_request_block_hasher,
-    init_none_hash,
-    resolve_kv_cache_block_sizes,
-)
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvtier.vllm import KVTierConnector
@@ -238,10 +231,7 @@ class Engine:
         memory = blocks * LAYERS * spec.page_size_bytes
         kv = generate_scheduler_kv_cache_config(get_kv_cache_configs(cfg, [specs], [memory]))
         assert kv.num_blocks == blocks
-        scheduler_block, hash_block = resolve_kv_cache_block_sizes(kv, cfg)
-        assert scheduler_block == block
-        cfg.cache_config.num_gpu_blocks = blocks
-        cfg.cache_config.hash_block_size = hash_block
+        assert settle_blocks(cfg, kv) == block
         self.caches = allocate_kv_cache(kv, torch.device("cpu"), KVCacheLayout.LBNHC, [block])
         self.pages = [
             t.view(torch.uint8).reshape(blocks, block, TOKEN_BYTES).numpy().view(np.uint64)[:, :, 0]
@@ -255,14 +245,7 @@ class Engine:
         self.worker = KVConnectorFactory.create_connector(cfg, KVConnectorRole.WORKER, kv)
         self.worker.register_kv_caches(self.caches)
         cls = AsyncScheduler if async_scheduling else Scheduler
-        self.scheduler = cls(
-            vllm_config=cfg,
-            kv_cache_config=kv,
-            structured_output_manager=StructuredOutputManager(cfg),
-            block_size=scheduler_block,
-            hash_block_size=hash_block,
-            log_stats=True,
-        )
+        self.scheduler = make_scheduler(cfg, kv, block, cls)
         self.connector = self.scheduler.connector
         if not measured:
             # This engine computes a million tokens a second, and no wait would be
@@ -272,9 +255,7 @@ class Engine:
             self.scheduler.defer_block_free = True  # vLLM derives it from the executor
         if (handshake := self.worker.get_handshake_metadata()) is not None:
             self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
-        hash_fn = get_hash_fn_by_name(cfg.cache_config.prefix_caching_hash_algo)
-        init_none_hash(hash_fn)
-        self._hasher = get_request_block_hasher(hash_block, hash_fn)
+        self._hasher = block_hasher(cfg)
 
     # ---- the connector's insides, for assertions
 

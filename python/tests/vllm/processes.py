@@ -194,39 +194,21 @@ class Core:
     so that a reader can tell what happened up to a kill."""
 
     def __init__(self, cfg: Any, pipes: list[Connection], report: Path) -> None:
+        from schedulers import block_hasher, make_scheduler, settle_blocks
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-        from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core.kv_cache_utils import (
-            get_request_block_hasher,
-            init_none_hash,
-            resolve_kv_cache_block_sizes,
-        )
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.structured_output import StructuredOutputManager
 
         self._pipes = pipes
         self._report = open(report, "a", buffering=1)
         kv = kv_cache_configs(cfg)[0]
-        scheduler_block, hash_block = resolve_kv_cache_block_sizes(kv, cfg)
-        cfg.cache_config.num_gpu_blocks = kv.num_blocks
-        cfg.cache_config.hash_block_size = hash_block
+        block = settle_blocks(cfg, kv)
         handshakes = [pipe.recv() for pipe in pipes]  # all ranks have registered
-        self.scheduler = Scheduler(
-            vllm_config=cfg,
-            kv_cache_config=kv,
-            structured_output_manager=StructuredOutputManager(cfg),
-            block_size=scheduler_block,
-            hash_block_size=hash_block,
-            log_stats=True,
-        )
+        self.scheduler = make_scheduler(cfg, kv, block)
         self._connector = self.scheduler.connector
         # This engine computes so fast that no wait would be worth while.
         self._connector._scheduler._patience.measure = lambda now, scheduled: None
         self._connector.set_xfer_handshake_metadata_pp_aware({(0, r): h for r, h in enumerate(handshakes)})
         self._aggregator = KVOutputAggregator.from_connector(self._connector, RANKS)
-        hash_fn = get_hash_fn_by_name(cfg.cache_config.prefix_caching_hash_algo)
-        init_none_hash(hash_fn)
-        self._hasher = get_request_block_hasher(hash_block, hash_fn)
+        self._hasher = block_hasher(cfg)
         self._texts: dict[str, list[int]] = {}  # complete, of requests that the ranks do not know yet
         self._all: dict[str, list[int]] = {}
         self._requests: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import processes
 import pytest
+from usage import allocated
 
 DEATHS = int(os.environ.get("KVTIER_DEATHS", "50"))
 #: The last moment of a life, in seconds from its fork. Most begin to answer after a
@@ -114,18 +115,6 @@ def wait_until(condition, what: str) -> None:
     while not condition():
         assert time.monotonic() < end, f"{what} did not happen within {LIMIT_S:.0f} s"
         time.sleep(0.02)
-
-
-def allocated(root: Path) -> int:
-    """What `du` says, in bytes, also while files and directories come and go."""
-    total = 0
-    for directory, _, names in os.walk(root):
-        for path in (directory, *(os.path.join(directory, n) for n in names)):
-            try:
-                total += os.lstat(path).st_blocks * 512
-            except FileNotFoundError:
-                pass
-    return total
 
 
 @pytest.fixture
