@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"path/filepath"
 	"sync"
 	"testing"
@@ -13,6 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/kvtier/kvtier/internal/sys"
 )
@@ -332,13 +332,14 @@ func TestSelfTestSeesWrongDescriptions(t *testing.T) {
 func TestSelfTestSeesUnmappedMemory(t *testing.T) {
 	dir := t.TempDir()
 	e := newEngine(t, openTest(t, dir, RoleLeader), selfTestEngines["four ranks"])
-	hole, err := sys.NewPages(os.Getpagesize())
-	require.NoError(t, err)
-	address := uintptr(unsafe.Pointer(&hole[0]))
-	require.NoError(t, sys.FreePages(hole))
 	reg := &e.ranks[1].groups[0].regions[0]
+	// As large as the region, so that the test reaches nothing else, and kept, so that
+	// nothing else comes there.
+	hole, err := unix.Mmap(-1, 0, e.blocks*int(reg.BlockStride), unix.PROT_NONE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, unix.Munmap(hole)) })
 	right := reg.Base
-	reg.Base = address
+	reg.Base = uintptr(unsafe.Pointer(unsafe.SliceData(hole)))
 	before := e.noise(4)
 	for rank, err := range e.selfTests(true, testWait) {
 		require.ErrorIs(t, err, ErrSelfTest, "rank %d", rank)
