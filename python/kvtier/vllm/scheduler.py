@@ -26,12 +26,13 @@ from .handshake import KVTierHandshake, check_handshakes, group_name, root_of
 from .identity import has_draft_layers
 from .keychain import MAX_KEYS, KeyChain, LoRADigests, NotIdentified, Roots, check_identifiable
 from .leases import Incarnation, Leases, Patience
+from .loading import Loading
 from .mapping import context_ranks
-from .metadata import KVTierMetadata, LoadPlan, first_window
+from .metadata import KVTierMetadata, LoadPlan
 from .settings import Settings
 from .stats import LOG_S, KVTierStats, drain_records, logger
 from .storing import Storing
-from .tracked import NO_LIMIT, Load, Tracked, wishes
+from .tracked import NO_LIMIT, Tracked, wishes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-_TIERS = {CacheHitSource.HOST: "dram", CacheHitSource.DISK: "disk"}
-
-LOAD_WAIT_S = 0.003
 #: How often to look whether a leader has accepted the group.
 ACCEPT_S = 0.01
 #: How long construction waits for the group to be accepted.
@@ -96,16 +94,13 @@ class SchedulerHalf:
         self._span = 0  # V = B * D: tokens of one block id
 
         self._tracked: dict[str, Tracked] = {}
-        self._loads: dict[int, Load] = {}  # by operation
-        self._retired: dict[str, Load] = {}  # of requests that ended during their load
-        self._planned: list[LoadPlan] = []  # to travel with the next metadata
         # Of leases and operations. A later engine of the same name must not use an
         # operation's number again that the leader still remembers.
         self._ids = itertools.count((secrets.randbits(31) << 32) + 1)
         self._logged_at = clock()
         self.diagnosis = Diagnosis(settings)
-        self._slot_bytes = 0
         self._reasons: set[str] = set()
+        self._loading = Loading(self.stats, self.diagnosis, self._ids)
         self._storing = Storing(
             settings, self.stats, self.diagnosis, self._ids, self._ahead, self._exclude
         )
@@ -201,7 +196,7 @@ class SchedulerHalf:
             )
         self._chunk = accepted.chunk_tokens
         self._span = accepted.block_tokens * accepted.dcp
-        self._slot_bytes = accepted.slot_bytes
+        self._loading.adopt(self._chunk, self._span, accepted.slot_bytes)
         self._storing.adopt(self._chunk, self._span, capacity(accepted))
         fresh = self._roots is None or self._roots.fingerprint != accepted.fingerprint
         if fresh:
@@ -356,47 +351,7 @@ class SchedulerHalf:
             return
         if t is None:  # vLLM waits for a report all the same
             t = self._tracked[request.request_id] = Tracked(request, self._epoch, False, False)
-        op = next(self._ids)
-        try:
-            ids = blocks.get_block_ids()[0]
-        except Exception as e:  # no ids: the ranks report the request as a whole
-            logger.error("kvtier: the blocks of a load are not known: %s", e)
-            ids = []
-        # request.num_computed_tokens is 0 at this moment, whatever the local hit.
-        first, span, chunk = t.local, self._span or 1, self._chunk or 1
-        wanted = list(ids[first // span : (first + n) // span])
-        j0, j1 = first // chunk, -(-(first + n) // chunk)
-        plan = LoadPlan(op, 0, request.request_id, first, n, wanted or list(ids), [], j1 - j0)
-        t.load = self._loads[op] = Load(op, first, plan.blocks, t)
-        # From here on the ranks will report, also if the rest fails.
-        self._planned.append(plan)
-        self.stats.add("loads")
-        self.stats.add("load_tokens", n)
-        self.diagnosis.hit()
-        i, t.incarnation = t.incarnation, None
-        if i is None or not i.sent or i.session != self._session or not ids:
-            self.stats.add("loads_unbegun")
-            return
-        t.sources = self._split(i, first, n)
-        for source, tokens in t.sources.items():
-            tier = _TIERS[source]
-            self.stats.add(f"tier_tokens/{tier}", tokens)
-            self.stats.add(f"tier_bytes/{tier}", tokens * self._slot_bytes // chunk)
-        begun = self._coordinator.load_begin(op, i.lease, j0, i.keys[j0:j1], LOAD_WAIT_S)
-        if begun is None or begun[0] != i.session:
-            self._coordinator.cancel(op, True)
-            self._coordinator.release(i.lease)
-            self.stats.add("loads_unbegun")
-            return
-        plan.session = begun[0]
-        plan.verdicts = first_window(begun[1])
-
-    def _split(self, i: Incarnation, first: int, n: int) -> dict[CacheHitSource, int]:
-        """Tokens by tier. What a prefetch of ours brought to DRAM came from disk."""
-        in_dram = (i.first_resident or 0) * self._chunk
-        host = max(0, min(first + n, in_dram) - first)
-        split = {CacheHitSource.HOST: host, CacheHitSource.DISK: n - host}
-        return {source: k for source, k in split.items() if k}
+        self._loading.begin(t, blocks, n, self._coordinator, self._session)
 
     def get_external_cache_hit_sources(self, request: Request, n: int) -> dict[CacheHitSource, int]:
         t = self._tracked.get(request.request_id)
@@ -426,8 +381,7 @@ class SchedulerHalf:
     def take_planned(self) -> list[LoadPlan]:
         """Loads that have not travelled: a step's metadata must carry them, whatever
         else failed."""
-        planned, self._planned = self._planned, []
-        return planned
+        return self._loading.take_planned()
 
     def _preempted(self, request_id: str, session: int, now: float) -> None:
         """Asks at once for what a preempted request will need again."""
@@ -444,31 +398,7 @@ class SchedulerHalf:
     # ---- ends ----------------------------------------------------------------------
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        invalid = output.invalid_block_ids
-        if invalid and self._loads:
-            # Ids may come steps before the end of the load, from ranks one by one.
-            for load in self._loads.values():
-                bad = next((k for k, b in enumerate(load.blocks) if b in invalid), None)
-                if bad is not None and self._span:
-                    load.failed = True
-                    chunk = (load.first + bad * self._span) // self._chunk
-                    load.owner.limit = min(load.owner.limit, chunk)
-        for request_id in output.finished_recving or ():
-            load = self._retired.pop(request_id, None)
-            if load is None:
-                t = self._tracked.get(request_id)
-                load = t.load if t is not None else None
-                if load is None:
-                    continue  # not ours
-                t.load = None
-                if request_id in output.failed_recving:
-                    load.failed = True
-                    t.limit = min(t.limit, load.first // (self._chunk or 1))
-            self._loads.pop(load.op, None)
-            if load.failed and self._coordinator is not None:
-                # A rank that could not begin it tells the leader nothing. All have
-                # reported, so nobody has this operation any more.
-                self._coordinator.cancel(load.op, True)
+        self._loading.reported(output, self._tracked, self._coordinator)
 
     def request_finished(self, request: Request) -> None:
         """Nothing is stored from here on: the pages go to others before the next
@@ -480,7 +410,7 @@ class SchedulerHalf:
         if t.load is None:
             self._end_incarnation(t)
             return
-        self._retired[request.request_id] = t.load
+        self._loading.retire(t)
         if self._coordinator is not None:
             self._coordinator.cancel(t.load.op, False)
 
@@ -492,7 +422,7 @@ class SchedulerHalf:
         if t.load is None:
             self._end_incarnation(t)
         else:
-            self._retired[request_id] = t.load
+            self._loading.retire(t)
 
     def reset_cache(self) -> None:
         """New weights, or nobody knows: a new epoch, whose keys nobody has. Requests
@@ -533,8 +463,6 @@ class SchedulerHalf:
         """What is held for requests; all 0 when the engine is idle."""
         return {
             "requests": len(self._tracked),
-            "loads": len(self._loads),
-            "retired": len(self._retired),
-            "planned": len(self._planned),
+            **self._loading.leftovers(),
             "leases": sum(t.incarnation is not None for t in self._tracked.values()),
         }

@@ -10,21 +10,9 @@ if TYPE_CHECKING:
 
     from .keychain import KeyChain
     from .leases import Incarnation
+    from .loading import Load
 
 NO_LIMIT = 1 << 31
-
-
-class Load:
-    """A load from its begin until all ranks have reported."""
-
-    __slots__ = ("op", "first", "blocks", "owner", "failed")
-
-    def __init__(self, op: int, first: int, blocks: list[int], owner: Tracked) -> None:
-        self.op = op
-        self.first = first  # token
-        self.blocks = blocks
-        self.owner = owner
-        self.failed = False
 
 
 class Tracked:

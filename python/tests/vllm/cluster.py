@@ -46,7 +46,7 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-import kvtier.vllm.scheduler as scheduler_half
+import kvtier.vllm.loading as loading
 import kvtier.vllm.storing as storing
 
 HERE = Path(__file__).resolve().parent
@@ -92,7 +92,7 @@ def patience() -> Iterator[None]:
     """The scheduler half waits milliseconds for its leader, and a miss follows; on a
     busy machine a test would see misses that it does not ask for."""
     with (
-        mock.patch.object(scheduler_half, "LOAD_WAIT_S", 30.0),
+        mock.patch.object(loading, "LOAD_WAIT_S", 30.0),
         mock.patch.object(storing, "STORE_WAIT_S", 30.0),
     ):
         yield
