@@ -2,10 +2,8 @@ package kvtier
 
 import (
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -14,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 	"github.com/kvtier/kvtier/internal/wire"
 	"github.com/kvtier/kvtier/tier"
@@ -95,17 +94,6 @@ func parentOf(g *rigGroup, keys []chunk.Key, i int) chunk.Key {
 	return keys[i-1]
 }
 
-func chunkFile(t *testing.T, dir string, k chunk.Key) (path string) {
-	t.Helper()
-	require.NoError(t, filepath.WalkDir(dir, func(p string, d fs.DirEntry, err error) error {
-		if err == nil && strings.HasSuffix(p, chunk.FileName(k)) {
-			path = p
-		}
-		return err
-	}))
-	return path
-}
-
 // A chunk whose file somebody has removed is a miss on every way to read it, and is
 // forgotten with its bytes; what is before it in the prefix is served.
 func TestVanishedFileOnEachReadPath(t *testing.T) {
@@ -113,7 +101,7 @@ func TestVanishedFileOnEachReadPath(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r, g, keys := restarted(t, 5)
 			used := r.l.store.Stats().UsedBytes
-			require.NoError(t, os.Remove(chunkFile(t, r.dir, keys[3])))
+			require.NoError(t, os.Remove(disktest.Files(t, r.dir, chunk.FileName(keys[3]))[0]))
 			require.Equal(t, 3, read(r, g, keys))
 			r.quiet()
 			require.False(t, g.look(keys[3]).OnDisk)
@@ -151,7 +139,7 @@ func TestReadErrorsOnEachReadPath(t *testing.T) {
 				require.Zero(t, st.Vanished)
 				require.Equal(t, used, st.UsedBytes)
 				for _, k := range keys {
-					require.NotEmpty(t, chunkFile(t, r.dir, k))
+					require.NotEmpty(t, disktest.Files(t, r.dir, chunk.FileName(k)))
 					require.True(t, g.look(k).OnDisk)
 				}
 				require.Equal(t, 3, read(r, g, keys))
@@ -170,7 +158,7 @@ func TestDamagedFileOnEachReadPath(t *testing.T) {
 			require.Equal(t, 2, read(r, g, keys))
 			r.quiet()
 			require.Equal(t, map[string]uint64{"payload": 1}, r.l.store.Stats().Corrupt)
-			require.Empty(t, chunkFile(t, r.dir, keys[2]))
+			require.Empty(t, disktest.Files(t, r.dir, chunk.FileName(keys[2])))
 			require.False(t, g.look(keys[2]).OnDisk)
 		})
 	}

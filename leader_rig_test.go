@@ -17,6 +17,7 @@ import (
 
 	"github.com/kvtier/kvtier/dcp"
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 	"github.com/kvtier/kvtier/internal/wire"
 	"github.com/kvtier/kvtier/tier"
@@ -438,20 +439,17 @@ func (r *leaderRig) spoil(k chunk.Key) { require.Equal(r.t, 1, r.damage(k)) }
 
 // damage changes bytes of the files with this key, and says how many there are.
 func (r *leaderRig) damage(k chunk.Key) (found int) {
-	require.NoError(r.t, filepath.WalkDir(r.dir, func(path string, d os.DirEntry, err error) error {
-		if err == nil && strings.HasSuffix(path, chunk.FileName(k)) {
-			found++
-			f, err := os.OpenFile(path, os.O_WRONLY, 0)
-			if os.IsNotExist(err) {
-				return nil // evicted meanwhile
-			}
-			require.NoError(r.t, err)
-			_, err = f.WriteAt([]byte{1, 2, 3, 4, 5}, 100)
-			require.NoError(r.t, err)
-			require.NoError(r.t, f.Close())
+	for _, path := range disktest.Files(r.t, r.dir, chunk.FileName(k)) {
+		found++
+		f, err := os.OpenFile(path, os.O_WRONLY, 0)
+		if os.IsNotExist(err) {
+			continue // evicted meanwhile
 		}
-		return err
-	}))
+		require.NoError(r.t, err)
+		_, err = f.WriteAt([]byte{1, 2, 3, 4, 5}, 100)
+		require.NoError(r.t, err)
+		require.NoError(r.t, f.Close())
+	}
 	return found
 }
 

@@ -14,11 +14,14 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
+// onlyForTests is the package that several packages of tests share.
+const onlyForTests = "internal/disktest"
+
 // The rules of the source that no compiler knows. Tests and the command line are
 // free of them; the library lives inside somebody else's process.
 func TestSourceRules(t *testing.T) {
 	const module = "github.com/kvtier/kvtier/"
-	// Arrows go down only.
+	// Arrows go down only, and none to what is only for tests.
 	mayImport := map[string][]string{
 		"internal/sys":   {"internal/spawn"},
 		"internal/spawn": {},
@@ -74,7 +77,7 @@ func TestSourceRules(t *testing.T) {
 
 // Every directory with library code is known to the rules.
 func TestSourceRulesCoverEveryPackage(t *testing.T) {
-	known := []string{".", "dcp", "shm", "tier", "internal/chunk", "internal/wire", "internal/sys", "internal/spawn", "internal/steps"}
+	known := []string{".", "dcp", "shm", "tier", "internal/chunk", "internal/wire", "internal/sys", "internal/spawn", "internal/steps", onlyForTests}
 	hosts := []string{"capi", "cmd", "examples", "bench", "python", "docs", "build", "testdata"}
 	require.NoError(t, filepath.WalkDir(".", func(path string, e fs.DirEntry, err error) error {
 		if err != nil {
@@ -92,4 +95,33 @@ func TestSourceRulesCoverEveryPackage(t *testing.T) {
 		}
 		return nil
 	}))
+}
+
+// What programs are made of holds nothing that is only for tests.
+func TestOnlyTestsImportWhatIsForTests(t *testing.T) {
+	files := 0
+	require.NoError(t, filepath.WalkDir(".", func(path string, e fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if e.IsDir() {
+			if base := filepath.Base(path); path != "." && (strings.HasPrefix(base, ".") || base == "build") {
+				return filepath.SkipDir
+			}
+			return nil
+		}
+		if filepath.Ext(path) != ".go" || strings.HasSuffix(path, "_test.go") {
+			return nil
+		}
+		files++
+		f, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.ImportsOnly)
+		if err != nil {
+			return err
+		}
+		for _, imp := range f.Imports {
+			require.NotContains(t, imp.Path.Value, onlyForTests, path)
+		}
+		return nil
+	}))
+	require.Greater(t, files, 60)
 }

@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 )
 
@@ -19,7 +20,7 @@ type roundingFS struct {
 }
 
 func (f roundingFS) stat(st sys.Stat) sys.Stat {
-	if st.Regular() && st.Size >= shelfFile {
+	if st.Regular() && st.Size >= disktest.FileBytes {
 		st.Allocated += f.more
 	}
 	return st
@@ -52,15 +53,15 @@ func (f roundingFile) Stat() (sys.Stat, error) {
 // were written now and for those that were found.
 func TestCapIsOnAllocatedBytes(t *testing.T) {
 	dir := t.TempDir()
-	fs := roundingFS{more: 3 * shelfFile}
+	fs := roundingFS{more: 3 * disktest.FileBytes}
 	h := openShelf(t, dir, "m", StoreOptions{FS: fs}).scanned()
 	for n := range 8 {
 		before := h.store.Stats().UsedBytes
 		require.NoError(t, h.put(n))
-		require.GreaterOrEqual(t, h.store.Stats().UsedBytes-before, 4*int64(shelfFile))
+		require.GreaterOrEqual(t, h.store.Stats().UsedBytes-before, 4*int64(disktest.FileBytes))
 	}
 	used := h.store.Stats().UsedBytes
-	require.Equal(t, allocatedBelow(t, dir)+8*fs.more, used)
+	require.Equal(t, disktest.Allocated(t, dir)+8*fs.more, used)
 	h.close()
 
 	h = openShelf(t, dir, "m", StoreOptions{FS: fs}).scanned()
@@ -68,7 +69,7 @@ func TestCapIsOnAllocatedBytes(t *testing.T) {
 	h.close()
 
 	// Half of them fit now.
-	limit := used/2 + 4*shelfFile
+	limit := used/2 + 4*disktest.FileBytes
 	h = openShelf(t, dir, "m", StoreOptions{FS: fs, CapBytes: limit}).scanned()
 	h.wait("eviction", func() bool { return h.store.Stats().UsedBytes <= limit })
 	h.quiet()
@@ -88,9 +89,9 @@ func TestScanLeavesTempsOfItsOwnSession(t *testing.T) {
 		}
 		scanned = true
 		require.NoError(t, os.WriteFile(filepath.Join(filepath.Dir(path), dead), []byte("x"), 0o600))
-		require.Len(t, filesBelow(t, filepath.Dir(path), ".tmp"), 2)
+		require.Len(t, disktest.Files(t, filepath.Dir(path), ".tmp"), 2)
 		require.NoError(t, h.store.scanUnit(h.disk.dir, int(shelfKey(1)[0])))
-		require.Len(t, filesBelow(t, filepath.Dir(path), ".tmp"), 1)
+		require.Len(t, disktest.Files(t, filepath.Dir(path), ".tmp"), 1)
 		return nil
 	})
 	require.NoError(t, h.put(1))
@@ -109,7 +110,7 @@ func TestClearingUnderAWriteIsNoDiskError(t *testing.T) {
 				if n%2 == 0 {
 					require.NoError(t, os.RemoveAll(h.disk.dir.path))
 				} else {
-					require.NoError(t, os.Remove(filesBelow(t, filepath.Dir(path), ".tmp")[0]))
+					require.NoError(t, os.Remove(disktest.Files(t, filepath.Dir(path), ".tmp")[0]))
 				}
 			}
 			return nil

@@ -15,11 +15,12 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 )
 
 // filled is a payload that differs from that of every other namespace.
 func filled(d *Disk, seed byte) []byte {
-	b := pageAligned(int(d.layout.PaddedBytes))
+	b := disktest.Aligned(int(d.layout.PaddedBytes))
 	for i := range b[:d.layout.PayloadBytes] {
 		b[i] = seed + byte(i>>3)
 	}
@@ -36,7 +37,7 @@ func storeIn(t *testing.T, d *Disk, n int, seed byte) {
 
 func fetchFrom(t *testing.T, d *Disk, n int, seed byte) error {
 	t.Helper()
-	dst := usedBuffer(int(d.layout.PaddedBytes))
+	dst := disktest.Used(int(d.layout.PaddedBytes))
 	done := make(chan ReadResult, 1)
 	d.Read(shelfKey(n), dst, func(r ReadResult) { done <- r })
 	r := <-done
@@ -72,7 +73,7 @@ func TestOtherNamespacesAreNotAdopted(t *testing.T) {
 		"quantised":   func(n *chunk.Namespace) { n.Quantisation = "fp8" },
 		"larger rows": func(n *chunk.Namespace) { n.Groups[0].Regions[0].Bytes = 20000 },
 	} {
-		n := shelfNamespace("one")
+		n := disktest.Namespace("one")
 		change(n)
 		spaces[name] = n
 	}
@@ -156,12 +157,12 @@ func TestTempFileOfTheLiveSessionStays(t *testing.T) {
 	require.NoError(t, os.WriteFile(dead, make([]byte, 100), 0o600))
 	require.NoError(t, h.store.scanUnit(h.disk.dir, int(k[0])))
 	require.NoFileExists(t, dead)
-	require.Len(t, filesBelow(t, h.root.Path(), ".tmp"), 1)
+	require.Len(t, disktest.Files(t, h.root.Path(), ".tmp"), 1)
 	open()
 	require.NoError(t, h.answer(done))
 	require.True(t, h.disk.Has(k))
 	require.Equal(t, uint64(1), h.store.Stats().Swept)
-	require.Equal(t, allocatedBelow(t, h.root.Path()), h.store.Stats().UsedBytes)
+	require.Equal(t, disktest.Allocated(t, h.root.Path()), h.store.Stats().UsedBytes)
 }
 
 func TestModelNamesNeverCollide(t *testing.T) {
@@ -177,7 +178,7 @@ func TestModelNamesNeverCollide(t *testing.T) {
 		r, s := openStoreAt(t, dir, StoreOptions{})
 		seen := map[string]string{}
 		for i, name := range names {
-			d, err := s.Namespace(shelfNamespace(name))
+			d, err := s.Namespace(disktest.Namespace(name))
 			require.NoError(t, err, "%q", name)
 			require.NotContains(t, seen, d.dir.name, "%q", name)
 			seen[d.dir.name] = name
@@ -208,9 +209,9 @@ func TestModelNamesNeverCollide(t *testing.T) {
 // A sidecar in whatever state: nothing wrong is adopted, nothing is lost that a run
 // of that namespace can adopt, the bytes count all the time, and one line says it.
 func TestSidecarInEveryState(t *testing.T) {
-	canonical, err := shelfNamespace("m").Canonical()
+	canonical, err := disktest.Namespace("m").Canonical()
 	require.NoError(t, err)
-	other, err := shelfNamespace("other").Canonical()
+	other, err := disktest.Namespace("other").Canonical()
 	require.NoError(t, err)
 	for name, c := range map[string]struct {
 		text    []byte // nil: none
@@ -250,13 +251,13 @@ func TestSidecarInEveryState(t *testing.T) {
 					return nil
 				})
 			}
-			r, s := openStoreAt(t, dir, StoreOptions{FS: fs, CapBytes: 40 * shelfCost, Log: slog.New(slog.NewTextHandler(&log, nil))})
+			r, s := openStoreAt(t, dir, StoreOptions{FS: fs, CapBytes: 40 * disktest.CostBytes, Log: slog.New(slog.NewTextHandler(&log, nil))})
 			counted := func() bool {
-				used, real := s.Stats().UsedBytes, allocatedBelow(t, dir)
+				used, real := s.Stats().UsedBytes, disktest.Allocated(t, dir)
 				return s.Stats().Known && used >= real && used <= real+8192
 			}
 			require.Eventually(t, counted, shelfPatience, shelfPoll, "bytes count before anybody asks for them")
-			d, err := s.Namespace(shelfNamespace("m"))
+			d, err := s.Namespace(disktest.Namespace("m"))
 			if c.refused != nil {
 				require.ErrorIs(t, err, c.refused)
 				require.ErrorContains(t, err, c.says)
@@ -266,17 +267,17 @@ func TestSidecarInEveryState(t *testing.T) {
 				require.NoError(t, rerr)
 				require.Equal(t, c.text, have, "it is left alone")
 				// Another namespace works beside it, and below the cap.
-				b, err := s.Namespace(shelfNamespace("b"))
+				b, err := s.Namespace(disktest.Namespace("b"))
 				require.NoError(t, err)
 				waitScanned(t, s, b)
 				storeIn(t, b, 1, 9)
 				require.NoError(t, fetchFrom(t, b, 1, 9))
 				require.Zero(t, s.Stats().Adopted)
-				require.Len(t, filesBelow(t, ns, ".kvc"), 10)
+				require.Len(t, disktest.Files(t, ns, ".kvc"), 10)
 				// Once the cause is gone, so is the matter.
 				fs.set(nil)
 				require.NoError(t, os.WriteFile(sidecar, canonical, 0o600))
-				d, err = s.Namespace(shelfNamespace("m"))
+				d, err = s.Namespace(disktest.Namespace("m"))
 				require.NoError(t, err)
 			}
 			require.NotNil(t, d, "%v", err)
@@ -317,17 +318,17 @@ func TestNamespaceThatFailsToOpenIsCounted(t *testing.T) {
 	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs}).scanned()
 	failing.Store(true)
 	for range 3 {
-		_, err := h.store.Namespace(shelfNamespace("second"))
+		_, err := h.store.Namespace(disktest.Namespace("second"))
 		require.ErrorIs(t, err, syscall.EIO)
-		require.Equal(t, allocatedBelow(t, h.root.Path()), h.store.Stats().UsedBytes)
+		require.Equal(t, disktest.Allocated(t, h.root.Path()), h.store.Stats().UsedBytes)
 	}
 	failing.Store(false)
-	d, err := h.store.Namespace(shelfNamespace("second"))
+	d, err := h.store.Namespace(disktest.Namespace("second"))
 	require.NoError(t, err)
 	waitScanned(t, h.store, d)
 	storeIn(t, d, 1, 1)
 	require.NoError(t, fetchFrom(t, d, 1, 1))
-	require.Equal(t, allocatedBelow(t, h.root.Path()), h.store.Stats().UsedBytes)
+	require.Equal(t, disktest.Allocated(t, h.root.Path()), h.store.Stats().UsedBytes)
 }
 
 // Chunks that a run shares with people who look at them: hard links, made before or
@@ -340,11 +341,11 @@ func TestHardLinksAreForeign(t *testing.T) {
 	}
 	h.close()
 	require.NoError(t, os.Link(h.file(0), filepath.Join(dir, "backup")))
-	h = openShelf(t, dir, "m", StoreOptions{CapBytes: 12 * shelfCost}).scanned()
+	h = openShelf(t, dir, "m", StoreOptions{CapBytes: 12 * disktest.CostBytes}).scanned()
 	h.wait("adoption", func() bool { return h.store.Stats().Adopted == 3 })
 	require.Equal(t, map[string]uint64{"links": 1}, h.store.Stats().Rejected)
 	require.ErrorIs(t, h.get(0), ErrAbsent)
-	require.GreaterOrEqual(t, h.store.Stats().UsedBytes, int64(4*shelfFile), "its bytes count")
+	require.GreaterOrEqual(t, h.store.Stats().UsedBytes, int64(4*disktest.FileBytes), "its bytes count")
 	// It goes by age as the others do, and the other name keeps its bytes.
 	for n := 10; n < 30; n++ {
 		require.NoError(t, h.put(n))
@@ -352,6 +353,6 @@ func TestHardLinksAreForeign(t *testing.T) {
 	require.NoFileExists(t, h.file(0))
 	b, err := os.ReadFile(filepath.Join(dir, "backup"))
 	require.NoError(t, err)
-	require.Len(t, b, shelfFile)
+	require.Len(t, b, disktest.FileBytes)
 	require.NoError(t, errors.Join(h.put(0), h.get(0)))
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 )
 
@@ -95,7 +96,7 @@ func TestDiskErrorsSwitchTheTierOffAndItComesBack(t *testing.T) {
 				require.False(t, h.disk.Has(shelfKey(0)))
 				require.ErrorIs(t, h.get(0), ErrOff)
 				require.Error(t, h.put(200))
-				require.Len(t, filesBelow(t, dir, ".kvc"), 10, "an error deletes nothing")
+				require.Len(t, disktest.Files(t, dir, ".kvc"), 10, "an error deletes nothing")
 
 				fs.set(nil)
 				clock.Add(int64(59 * time.Second))
@@ -106,7 +107,7 @@ func TestDiskErrorsSwitchTheTierOffAndItComesBack(t *testing.T) {
 				require.NoError(t, h.get(0))
 				require.NoError(t, h.put(200))
 				require.Equal(t, "on", h.store.Stats().State)
-				require.Empty(t, filesBelow(t, dir, ".tmp"))
+				require.Empty(t, disktest.Files(t, dir, ".tmp"))
 			})
 		}
 	}
@@ -162,8 +163,8 @@ func TestFailedWritesLeaveNothing(t *testing.T) {
 				require.Zero(t, st.DirtyBytes)
 				require.Zero(t, st.ReservedBytes)
 				require.False(t, h.disk.Has(shelfKey(2)))
-				require.Empty(t, filesBelow(t, h.root.Path(), ".tmp"))
-				require.Equal(t, allocatedBelow(t, h.root.Path()), st.UsedBytes)
+				require.Empty(t, disktest.Files(t, h.root.Path(), ".tmp"))
+				require.Equal(t, disktest.Allocated(t, h.root.Path()), st.UsedBytes)
 				shift.Store(int64(2 * fullPause))
 				require.NoError(t, h.put(2), "the same chunk, later")
 				require.NoError(t, h.get(2))
@@ -189,11 +190,11 @@ func TestTempFileThatCannotBeRemovedGoesLater(t *testing.T) {
 		return rename(call, path)
 	})
 	require.ErrorIs(t, h.put(2), ErrIO)
-	require.Len(t, filesBelow(t, h.root.Path(), ".tmp"), 1)
-	require.Equal(t, allocatedBelow(t, h.root.Path()), h.store.Stats().UsedBytes)
+	require.Len(t, disktest.Files(t, h.root.Path(), ".tmp"), 1)
+	require.Equal(t, disktest.Allocated(t, h.root.Path()), h.store.Stats().UsedBytes)
 	fs.set(nil)
-	h.wait("its end", func() bool { return len(filesBelow(t, h.root.Path(), ".tmp")) == 0 })
-	h.wait("the books", func() bool { return allocatedBelow(t, h.root.Path()) == h.store.Stats().UsedBytes })
+	h.wait("its end", func() bool { return len(disktest.Files(t, h.root.Path(), ".tmp")) == 0 })
+	h.wait("the books", func() bool { return disktest.Allocated(t, h.root.Path()) == h.store.Stats().UsedBytes })
 	require.NoError(t, h.put(2))
 }
 
@@ -306,7 +307,7 @@ func TestDiskThatHangs(t *testing.T) {
 	var mu sync.Mutex
 	answers := map[int]error{}
 	for n := range 5 {
-		h.disk.Read(shelfKey(n), pageAligned(12288), func(r ReadResult) {
+		h.disk.Read(shelfKey(n), disktest.Aligned(disktest.PaddedBytes), func(r ReadResult) {
 			mu.Lock()
 			answers[n] = r.Err
 			mu.Unlock()
@@ -323,7 +324,7 @@ func TestDiskThatHangs(t *testing.T) {
 	require.Error(t, h.store.Close(200*time.Millisecond), "two reads are still out")
 	require.Less(t, time.Since(began), 5*time.Second)
 	late := make(chan error, 1)
-	h.disk.Read(shelfKey(1), pageAligned(12288), func(r ReadResult) { late <- r.Err })
+	h.disk.Read(shelfKey(1), disktest.Aligned(disktest.PaddedBytes), func(r ReadResult) { late <- r.Err })
 	require.ErrorIs(t, h.answer(late), ErrOff)
 	close(gate)
 	h.wait("late answers", func() bool { mu.Lock(); defer mu.Unlock(); return len(answers) == 5 })
@@ -344,10 +345,10 @@ func TestDiskCloseWritesWhatIsQueued(t *testing.T) {
 	}
 	h.close()
 	require.Zero(t, failed.Load())
-	require.Len(t, filesBelow(t, dir, ".kvc"), 50)
+	require.Len(t, disktest.Files(t, dir, ".kvc"), 50)
 	require.False(t, h.disk.Write(shelfJob(shelfKey(99), 0, chunk.Key{}, func(error) {})))
 	late := make(chan error, 1)
-	h.disk.Read(shelfKey(1), pageAligned(12288), func(r ReadResult) { late <- r.Err })
+	h.disk.Read(shelfKey(1), disktest.Aligned(disktest.PaddedBytes), func(r ReadResult) { late <- r.Err })
 	require.ErrorIs(t, h.answer(late), ErrClosed)
 }
 
@@ -377,7 +378,7 @@ func TestDiskCloseIsBoundedWithWritesQueued(t *testing.T) {
 
 func TestDiskDirtyBound(t *testing.T) {
 	fs := &faultFS{}
-	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs, DirtyBytes: 3 * 12288}).scanned()
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs, DirtyBytes: 3 * disktest.PaddedBytes}).scanned()
 	gate := make(chan struct{})
 	fs.set(func(call, path string) error {
 		if call == "write direct" {
@@ -402,7 +403,7 @@ func TestDiskDirtyBound(t *testing.T) {
 func TestDiskPanicInACallback(t *testing.T) {
 	h := openShelf(t, t.TempDir(), "m", StoreOptions{}).scanned()
 	require.NoError(t, h.put(1))
-	h.disk.Read(shelfKey(9), pageAligned(12288), func(ReadResult) { panic("from a test") })
+	h.disk.Read(shelfKey(9), disktest.Aligned(disktest.PaddedBytes), func(ReadResult) { panic("from a test") })
 	h.wait("off", func() bool { return h.store.Stats().State == "dead" })
 	require.ErrorIs(t, h.get(1), ErrOff)
 	require.Error(t, h.put(2))

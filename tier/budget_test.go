@@ -12,11 +12,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 )
-
-// shelfCost is what a chunk takes with the directory it may need.
-const shelfCost = shelfFile + 4096
 
 // ownDisk is an empty file system for one test, where one can be mounted: only the
 // file system itself can say at one instant what lies on it. mounted is false
@@ -65,7 +63,7 @@ func TestBudgetHoldsOverRestartsAndNamespaces(t *testing.T) {
 }
 
 func testBudgetHolds(t *testing.T, dir string, mounted bool) {
-	limit := int64(40 * shelfCost)
+	limit := int64(40 * disktest.CostBytes)
 	next := 0
 	run := func(model string, o StoreOptions, puts int) {
 		stop := sample(t, filepath.Dir(dir), mounted)
@@ -79,7 +77,7 @@ func testBudgetHolds(t *testing.T, dir string, mounted bool) {
 		}
 		h.quiet()
 		st := h.store.Stats()
-		real := allocatedBelow(t, dir)
+		real := disktest.Allocated(t, dir)
 		require.LessOrEqual(t, real, st.UsedBytes, "bytes that nobody has counted")
 		require.LessOrEqual(t, st.UsedBytes-real, int64(8192), "bytes that are not there")
 		require.LessOrEqual(t, st.UsedBytes, limit)
@@ -102,10 +100,10 @@ func TestBudgetWithASmallerCap(t *testing.T) {
 		require.NoError(t, h.put(n))
 	}
 	h.close()
-	limit := int64(30 * shelfCost)
+	limit := int64(30 * disktest.CostBytes)
 	h = openShelf(t, dir, "m", StoreOptions{CapBytes: limit}).scanned()
 	// Directories stay, they are counted too: 100 keys lie in about 80 of them.
-	h.wait("eviction", func() bool { return allocatedBelow(t, dir) <= limit })
+	h.wait("eviction", func() bool { return disktest.Allocated(t, dir) <= limit })
 	h.quiet()
 	for n := range 100 {
 		if h.disk.Has(shelfKey(n)) {
@@ -122,7 +120,7 @@ func TestBudgetCountsStrangersOfOurs(t *testing.T) {
 		require.NoError(t, a.put(n))
 	}
 	a.close()
-	limit := int64(45 * shelfCost)
+	limit := int64(45 * disktest.CostBytes)
 	b := openShelf(t, dir, "b", StoreOptions{CapBytes: limit}).scanned()
 	for n := range 30 {
 		require.NoError(t, b.put(1000+n))
@@ -132,18 +130,18 @@ func TestBudgetCountsStrangersOfOurs(t *testing.T) {
 	require.Positive(t, st.EvictedOther, "the other namespace is older")
 	require.Zero(t, st.EvictedSelf)
 	require.Equal(t, 30, b.disk.Count())
-	require.LessOrEqual(t, allocatedBelow(t, dir), limit)
+	require.LessOrEqual(t, disktest.Allocated(t, dir), limit)
 	require.Len(t, st.Namespaces, 2)
 }
 
 func TestBudgetNamespaceFloor(t *testing.T) {
 	dir := t.TempDir()
-	limit := int64(60 * shelfCost)
-	a := openShelf(t, dir, "a", StoreOptions{CapBytes: limit, NamespaceFloor: 10 * shelfFile}).scanned()
+	limit := int64(60 * disktest.CostBytes)
+	a := openShelf(t, dir, "a", StoreOptions{CapBytes: limit, NamespaceFloor: 10 * disktest.FileBytes}).scanned()
 	for n := range 20 {
 		require.NoError(t, a.put(n))
 	}
-	d, err := a.store.Namespace(shelfNamespace("b"))
+	d, err := a.store.Namespace(disktest.Namespace("b"))
 	require.NoError(t, err)
 	b := &shelf{t: t, root: a.root, store: a.store, disk: d}
 	for n := range 80 {
@@ -159,7 +157,7 @@ func TestBudgetNamespaceFloor(t *testing.T) {
 		require.NoError(t, a.put(n))
 	}
 	a.close()
-	b = openShelf(t, dir, "b", StoreOptions{CapBytes: limit, NamespaceFloor: 10 * shelfFile}).scanned()
+	b = openShelf(t, dir, "b", StoreOptions{CapBytes: limit, NamespaceFloor: 10 * disktest.FileBytes}).scanned()
 	for n := range 100 {
 		require.NoError(t, b.put(2000+n))
 	}
@@ -170,7 +168,7 @@ func TestBudgetNamespaceFloor(t *testing.T) {
 }
 
 func TestBudgetWithoutRoomDropsInTime(t *testing.T) {
-	h := openShelf(t, t.TempDir(), "m", StoreOptions{CapBytes: 12 * shelfCost}).scanned()
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{CapBytes: 12 * disktest.CostBytes}).scanned()
 	n := 0
 	for ; n < 6; n++ {
 		h.disk.Hold(shelfKey(n))
@@ -194,13 +192,13 @@ func TestBudgetWithoutRoomDropsInTime(t *testing.T) {
 }
 
 func TestBudgetFreeFloor(t *testing.T) {
-	fs := &floorFS{avail: 100 * shelfCost}
-	h := openShelf(t, t.TempDir(), "m", StoreOptions{FreeFloorBytes: 50 * shelfCost, FS: fs}).scanned()
+	fs := &floorFS{avail: 100 * disktest.CostBytes}
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FreeFloorBytes: 50 * disktest.CostBytes, FS: fs}).scanned()
 	for n := range 20 {
 		require.NoError(t, h.put(n))
 	}
 	require.Equal(t, 20, h.disk.Count())
-	fs.set(45 * shelfCost) // somebody else fills the disk
+	fs.set(45 * disktest.CostBytes) // somebody else fills the disk
 	h.wait("eviction", func() bool { return h.disk.Count() < 15 })
 	require.False(t, h.disk.Has(shelfKey(0)))
 	fs.set(0)
@@ -290,13 +288,13 @@ func TestFullFileSystem(t *testing.T) {
 	require.Equal(t, map[string]uint64{"room": 1}, h.store.Stats().Postponed, "it comes again")
 	require.Equal(t, "on", h.store.Stats().State, "reads are not to suffer")
 	require.NoError(t, h.get(10))
-	require.Empty(t, filesBelow(t, dir, ".tmp"))
+	require.Empty(t, disktest.Files(t, dir, ".tmp"))
 	fs.set(nil)
 	h.wait("the end of the pause", func() bool { return h.put(13) == nil })
 	h.quiet()
 	st := h.store.Stats()
-	require.Less(t, st.UsedBytes, used+4*shelfCost)
-	require.LessOrEqual(t, allocatedBelow(t, dir), st.UsedBytes)
+	require.Less(t, st.UsedBytes, used+4*disktest.CostBytes)
+	require.LessOrEqual(t, disktest.Allocated(t, dir), st.UsedBytes)
 	require.Equal(t, uint64(3), st.Errors["ENOSPC"])
 }
 
@@ -321,6 +319,6 @@ func TestFullTmpfs(t *testing.T) {
 	}
 	require.Greater(t, stored, 100)
 	require.Equal(t, "on", h.store.Stats().State)
-	require.Empty(t, filesBelow(t, dir, ".tmp"))
+	require.Empty(t, disktest.Files(t, dir, ".tmp"))
 	h.close()
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 )
 
@@ -29,11 +30,11 @@ func TestCapWithTenTimesTheWorkingSet(t *testing.T) {
 	dir := filepath.Join(disk, "root")
 	next := 0
 	for _, files := range []int64{60, 60, 25, 12} {
-		limit := files * shelfCost
-		before := allocatedBelow(t, disk)
+		limit := files * disktest.CostBytes
+		before := disktest.Allocated(t, disk)
 		stop := sample(t, disk, mounted)
 		h := openShelf(t, dir, "m", StoreOptions{CapBytes: limit})
-		d, err := h.store.Namespace(shelfNamespace("second"))
+		d, err := h.store.Namespace(disktest.Namespace("second"))
 		require.NoError(t, err)
 		other := &shelf{t: t, root: h.root, store: h.store, disk: d}
 		h.wait("the new cap", func() bool { st := h.store.Stats(); return st.Known && st.UsedBytes <= limit })
@@ -62,7 +63,7 @@ func TestCapWithTenTimesTheWorkingSet(t *testing.T) {
 		st := h.store.Stats()
 		require.Positive(t, st.EvictedSelf+st.EvictedOther)
 		require.Empty(t, st.Errors)
-		require.Equal(t, allocatedBelow(t, dir), st.UsedBytes)
+		require.Equal(t, disktest.Allocated(t, dir), st.UsedBytes)
 		require.Greater(t, h.disk.Count()+other.disk.Count(), int(files)/3, "the room is used")
 		h.close()
 		require.LessOrEqual(t, stop(), limit)
@@ -73,7 +74,7 @@ func TestCapWithTenTimesTheWorkingSet(t *testing.T) {
 // is used up, and between puts that do take room.
 func TestRePutsAreFree(t *testing.T) {
 	const held = 20
-	h := openShelf(t, t.TempDir(), "m", StoreOptions{CapBytes: 40 * shelfCost}).scanned()
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{CapBytes: 40 * disktest.CostBytes}).scanned()
 	jobs := make([]WriteJob, held)
 	answers := make(chan error, held)
 	for n := range jobs {
@@ -97,7 +98,7 @@ func TestRePutsAreFree(t *testing.T) {
 	require.Equal(t, before.Writes, after.Writes)
 	require.Zero(t, after.EvictedSelf+after.EvictedOther)
 	require.GreaterOrEqual(t, after.Present, uint64(*rePuts))
-	require.Equal(t, allocatedBelow(t, h.root.Path()), after.UsedBytes)
+	require.Equal(t, disktest.Allocated(t, h.root.Path()), after.UsedBytes)
 	// They are uses: what nobody puts again goes first.
 	for n := held; n < held+30; n++ {
 		require.NoError(t, h.put(n))
@@ -110,12 +111,12 @@ func TestRePutsAreFree(t *testing.T) {
 }
 
 func TestChunkLargerThanTheCap(t *testing.T) {
-	h := openShelf(t, t.TempDir(), "m", StoreOptions{CapBytes: 20 * shelfCost}).scanned()
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{CapBytes: 20 * disktest.CostBytes}).scanned()
 	for n := range 8 {
 		require.NoError(t, h.put(n))
 	}
-	large := shelfNamespace("large")
-	large.Groups[0].Regions[0].Bytes = 21 * shelfCost
+	large := disktest.Namespace("large")
+	large.Groups[0].Regions[0].Bytes = 21 * disktest.CostBytes
 	for range 3 {
 		_, err := h.store.Namespace(large)
 		require.ErrorIs(t, err, ErrTooBig)
@@ -189,7 +190,7 @@ func sampleFree(dir string) (lowest *int64, stop func()) {
 
 // Eviction of a file that somebody has removed before.
 func TestEvictionOfWhatIsGone(t *testing.T) {
-	h := openShelf(t, t.TempDir(), "m", StoreOptions{CapBytes: 30 * shelfCost}).scanned()
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{CapBytes: 30 * disktest.CostBytes}).scanned()
 	for n := range 20 {
 		require.NoError(t, h.put(n))
 	}
@@ -205,13 +206,13 @@ func TestEvictionOfWhatIsGone(t *testing.T) {
 	require.Equal(t, uint64(10), st.Vanished)
 	require.Empty(t, st.Errors)
 	require.Equal(t, "on", st.State)
-	require.Equal(t, allocatedBelow(t, h.root.Path()), st.UsedBytes)
+	require.Equal(t, disktest.Allocated(t, h.root.Path()), st.UsedBytes)
 }
 
 // Eviction passes over what is being read, and takes it afterwards.
 func TestEvictionOfWhatIsRead(t *testing.T) {
 	fs := &faultFS{}
-	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs, CapBytes: 20 * shelfCost, Breaker: BreakerOptions{SlowRead: shelfPatience}}).scanned()
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs, CapBytes: 20 * disktest.CostBytes, Breaker: BreakerOptions{SlowRead: shelfPatience}}).scanned()
 	require.NoError(t, h.put(0))
 	gate, reached := make(chan struct{}), make(chan struct{})
 	var once sync.Once
@@ -239,7 +240,7 @@ func TestEvictionOfWhatIsRead(t *testing.T) {
 	h.quiet()
 	require.NoFileExists(t, h.file(0))
 	require.Empty(t, h.store.Stats().Errors)
-	require.Equal(t, allocatedBelow(t, h.root.Path()), h.store.Stats().UsedBytes)
+	require.Equal(t, disktest.Allocated(t, h.root.Path()), h.store.Stats().UsedBytes)
 }
 
 // Eviction of a file whose successor is being written: the old one goes, the new one
@@ -253,7 +254,7 @@ func TestEvictionOfWhatIsWritten(t *testing.T) {
 	require.NoError(t, os.Link(h.file(0), outside)) // not adopted, so that it can be put again
 
 	fs := &faultFS{}
-	h = openShelf(t, dir, "m", StoreOptions{FS: fs, CapBytes: 20 * shelfCost}).scanned()
+	h = openShelf(t, dir, "m", StoreOptions{FS: fs, CapBytes: 20 * disktest.CostBytes}).scanned()
 	gate, reached := make(chan struct{}), make(chan struct{})
 	var evicted atomic.Bool
 	fs.set(func(call, path string) error {
@@ -290,5 +291,5 @@ func TestEvictionOfWhatIsWritten(t *testing.T) {
 	require.False(t, evicted.Load())
 	require.NoError(t, h.get(0))
 	h.quiet()
-	require.Equal(t, allocatedBelow(t, dir), h.store.Stats().UsedBytes)
+	require.Equal(t, disktest.Allocated(t, dir), h.store.Stats().UsedBytes)
 }

@@ -11,6 +11,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 )
 
 // With room for everything, the tier holds exactly what was put and not removed,
@@ -84,7 +85,7 @@ func TestDiskAgainstAModel(t *testing.T) {
 				}
 				require.Equal(t, count, h.disk.Count())
 				h.quiet()
-				require.LessOrEqual(t, allocatedBelow(t, dir), h.store.Stats().UsedBytes)
+				require.LessOrEqual(t, disktest.Allocated(t, dir), h.store.Stats().UsedBytes)
 			},
 		})
 	})
@@ -95,11 +96,11 @@ func TestDiskAgainstAModel(t *testing.T) {
 func TestDiskUnderPressure(t *testing.T) {
 	disk, mounted := ownDisk(t, "64m")
 	dir := filepath.Join(disk, "root")
-	limit := int64(60 * shelfCost)
+	limit := int64(60 * disktest.CostBytes)
 	for round := range 3 {
 		stop := sample(t, disk, mounted)
-		h := openShelf(t, dir, "m", StoreOptions{CapBytes: limit, DirtyBytes: 20 * 12288})
-		d, err := h.store.Namespace(shelfNamespace("second"))
+		h := openShelf(t, dir, "m", StoreOptions{CapBytes: limit, DirtyBytes: 20 * disktest.PaddedBytes})
+		d, err := h.store.Namespace(disktest.Namespace("second"))
 		require.NoError(t, err)
 		other := &shelf{t: t, root: h.root, store: h.store, disk: d}
 		var all sync.WaitGroup
@@ -138,8 +139,8 @@ func TestDiskUnderPressure(t *testing.T) {
 		require.Zero(t, st.ReservedBytes)
 		require.Zero(t, st.DirtyBytes)
 		require.Positive(t, st.EvictedSelf+st.EvictedOther)
-		require.Len(t, filesBelow(t, dir, ".kvc"), h.disk.Count()+other.disk.Count())
-		real := allocatedBelow(t, dir)
+		require.Len(t, disktest.Files(t, dir, ".kvc"), h.disk.Count()+other.disk.Count())
+		real := disktest.Allocated(t, dir)
 		require.LessOrEqual(t, real, st.UsedBytes)
 		require.LessOrEqual(t, st.UsedBytes-real, int64(64<<10))
 		h.close()

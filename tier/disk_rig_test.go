@@ -4,29 +4,25 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"errors"
-	"io/fs"
 	"log/slog"
 	"os"
-	"path/filepath"
 	"strings"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
-	"unsafe"
 
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 )
 
 const (
 	shelfPatience = 60 * time.Second
 	shelfPoll     = time.Millisecond
-	shelfPayload  = 10000 // bytes of a chunk; padded to 12288, the file has 16384
-	shelfFile     = 16384
 )
 
 // shelf is a real disk tier with one namespace, over a file system in which a test
@@ -36,15 +32,6 @@ type shelf struct {
 	root  *Root
 	store *Store
 	disk  *Disk
-}
-
-// shelfNamespace is whole chunks of shelfPayload bytes.
-func shelfNamespace(model string) *chunk.Namespace {
-	return &chunk.Namespace{
-		ChunkTokens: 16, Model: model,
-		Groups: []chunk.Group{{Kind: chunk.GroupBlob, TokensPerRow: 16, Regions: []chunk.Region{
-			{Bytes: shelfPayload, Component: "target", Head: -1, Layer: -1, Name: "blob"}}}},
-	}
 }
 
 // openStoreAt opens a store in dir; the caller closes it.
@@ -80,7 +67,7 @@ func openShelf(t *testing.T, dir, model string, o StoreOptions) *shelf {
 func newShelf(t rapid.TB, dir, model string, o StoreOptions) *shelf {
 	t.Helper()
 	r, s := openStoreAt(t, dir, o)
-	d, err := s.Namespace(shelfNamespace(model))
+	d, err := s.Namespace(disktest.Namespace(model))
 	require.NoError(t, err)
 	return &shelf{t: t, root: r, store: s, disk: d}
 }
@@ -119,33 +106,8 @@ func shelfKey(n int) chunk.Key {
 	return sha256.Sum256(binary.LittleEndian.AppendUint64(nil, uint64(n)))
 }
 
-func pageAligned(n int) []byte {
-	b := make([]byte, n+4096)
-	skip := -uintptr(unsafe.Pointer(unsafe.SliceData(b))) % 4096
-	return b[skip:][:n:n]
-}
-
-// usedBuffer is one in which something else lay before.
-func usedBuffer(n int) []byte {
-	b := pageAligned(n)
-	for i := range b {
-		b[i] = 0xa5
-	}
-	return b
-}
-
-// shelfBytes are the padded payload of a key, different in every byte from any
-// other's with high probability.
-func shelfBytes(k chunk.Key) []byte {
-	b := pageAligned(12288)
-	for i := range shelfPayload {
-		b[i] = k[i%32] ^ byte(i>>5)
-	}
-	return b
-}
-
 func shelfJob(k chunk.Key, ordinal uint32, parent chunk.Key, done func(error)) WriteJob {
-	p := shelfBytes(k)
+	p := disktest.Payload(k)
 	return WriteJob{Key: k, Parent: parent, Ordinal: ordinal, Payload: p, Hash: chunk.HashPayload(p), Done: done}
 }
 
@@ -179,13 +141,13 @@ func (h *shelf) answer(done chan error) error {
 func (h *shelf) get(n int) error {
 	h.t.Helper()
 	k := shelfKey(n)
-	dst := usedBuffer(12288)
+	dst := disktest.Used(disktest.PaddedBytes)
 	done := make(chan ReadResult, 2)
 	h.disk.Read(k, dst, func(r ReadResult) { done <- r })
 	select {
 	case r := <-done:
 		if r.Err == nil {
-			require.Equal(h.t, shelfBytes(k), dst)
+			require.Equal(h.t, disktest.Payload(k), dst)
 			require.Equal(h.t, chunk.HashPayload(dst), r.Hash)
 		} else {
 			require.Equal(h.t, make([]byte, len(dst)), dst, "bytes left behind by a failed read")
@@ -198,35 +160,6 @@ func (h *shelf) get(n int) error {
 }
 
 func (h *shelf) file(n int) string { return h.disk.dir.filePath(shelfKey(n)) }
-
-// allocatedBelow is what du would say.
-func allocatedBelow(t rapid.TB, dir string) (bytes int64) {
-	t.Helper()
-	require.NoError(t, filepath.WalkDir(dir, func(path string, _ fs.DirEntry, err error) error {
-		if err == nil {
-			var st sys.Stat
-			if st, err = sys.Lstat(path); err == nil {
-				bytes += st.Allocated
-			}
-		}
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil // a temp file that has been renamed
-		}
-		return err
-	}))
-	return bytes
-}
-
-func filesBelow(t rapid.TB, dir, suffix string) (paths []string) {
-	t.Helper()
-	require.NoError(t, filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
-		if err == nil && !d.IsDir() && strings.HasSuffix(path, suffix) {
-			paths = append(paths, path)
-		}
-		return err
-	}))
-	return paths
-}
 
 // faultFS makes calls fail: fault decides with the name of the call and the path.
 type faultFS struct {

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 )
 
@@ -36,7 +37,7 @@ func TestDiskKeepsChunksOverARestart(t *testing.T) {
 	}
 	require.ErrorIs(t, h.get(99), ErrAbsent)
 	require.Equal(t, map[string]uint64{"absent": 1}, h.store.Stats().Misses)
-	require.Empty(t, filesBelow(t, dir, ".tmp"))
+	require.Empty(t, disktest.Files(t, dir, ".tmp"))
 }
 
 func TestDiskPutOfPresentChunkCostsNothing(t *testing.T) {
@@ -85,7 +86,7 @@ func TestDiskWrongFilesAreMissesAndGo(t *testing.T) {
 			require.NoError(t, os.WriteFile(path, b, 0o600))
 		}
 	}
-	const footer = 12288
+	const footer = disktest.PaddedBytes
 	// refooter changes a field and makes the footer's own hash right again.
 	refooter := func(change func(f *chunk.Footer)) func(t *testing.T, path string) {
 		return func(t *testing.T, path string) {
@@ -113,7 +114,7 @@ func TestDiskWrongFilesAreMissesAndGo(t *testing.T) {
 		harm         func(t *testing.T, path string)
 	}{
 		{"payload first bit", "payload", flip(0)},
-		{"payload last byte", "payload", flip(shelfPayload - 1)},
+		{"payload last byte", "payload", flip(disktest.PayloadBytes - 1)},
 		{"padding", "payload", flip(footer - 1)},
 		{"magic bit", "footer", flip(footer)},
 		{"major bit", "footer", flip(footer + 8)},
@@ -143,7 +144,7 @@ func TestDiskWrongFilesAreMissesAndGo(t *testing.T) {
 		{"other groups", "groups", refooter(func(f *chunk.Footer) { f.Groups[0].RowStride += 64 })},
 		{"another hash", "payload", refooter(func(f *chunk.Footer) { f.Hash[0]++ })},
 		{"zeros of the right size", "footer", func(t *testing.T, path string) {
-			require.NoError(t, os.WriteFile(path, make([]byte, shelfFile), 0o600))
+			require.NoError(t, os.WriteFile(path, make([]byte, disktest.FileBytes), 0o600))
 		}},
 		{"zeros below the true footer", "payload", func(t *testing.T, path string) {
 			b, err := os.ReadFile(path)
@@ -153,7 +154,7 @@ func TestDiskWrongFilesAreMissesAndGo(t *testing.T) {
 		}},
 		{"sparse", "footer", func(t *testing.T, path string) {
 			require.NoError(t, os.Truncate(path, 0))
-			require.NoError(t, os.Truncate(path, shelfFile))
+			require.NoError(t, os.Truncate(path, disktest.FileBytes))
 		}},
 		{"a hole", "payload", func(t *testing.T, path string) {
 			f, err := os.OpenFile(path, os.O_WRONLY, 0)
@@ -161,12 +162,12 @@ func TestDiskWrongFilesAreMissesAndGo(t *testing.T) {
 			require.NoError(t, unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 4096, 4096))
 			require.NoError(t, f.Close())
 		}},
-		{"one page short", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, shelfFile-4096)) }},
-		{"one byte long", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, shelfFile+1)) }},
+		{"one page short", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, disktest.FileBytes-4096)) }},
+		{"one byte long", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, disktest.FileBytes+1)) }},
 		{"truncated", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, 5000)) }},
-		{"one byte short", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, shelfFile-1)) }},
+		{"one byte short", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, disktest.FileBytes-1)) }},
 		{"empty", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, 0)) }},
-		{"extended", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, shelfFile+4096)) }},
+		{"extended", "size", func(t *testing.T, path string) { require.NoError(t, os.Truncate(path, disktest.FileBytes+4096)) }},
 	}
 	for _, restart := range []bool{false, true} {
 		dir := t.TempDir()
@@ -207,7 +208,7 @@ func TestDiskWrongFilesAreMissesAndGo(t *testing.T) {
 			require.NoError(t, h.get(n))
 		}
 		h.quiet()
-		require.GreaterOrEqual(t, h.store.Stats().UsedBytes, allocatedBelow(t, dir))
+		require.GreaterOrEqual(t, h.store.Stats().UsedBytes, disktest.Allocated(t, dir))
 		h.close()
 	}
 }
@@ -274,7 +275,7 @@ func TestDiskAdoptsOnlyWhatFits(t *testing.T) {
 	require.NoError(t, h.get(1))
 	b, err := os.ReadFile(outside)
 	require.NoError(t, err)
-	require.Len(t, b, shelfFile)
+	require.Len(t, b, disktest.FileBytes)
 }
 
 func TestDiskNewerFilesAreMissesAndStay(t *testing.T) {
@@ -323,7 +324,7 @@ func TestDiskVanishedFileIsAMiss(t *testing.T) {
 	require.ErrorIs(t, h.get(1), ErrAbsent)
 	st := h.store.Stats()
 	require.Equal(t, uint64(1), st.Vanished)
-	require.Equal(t, used-shelfFile, st.UsedBytes)
+	require.Equal(t, used-disktest.FileBytes, st.UsedBytes)
 	require.False(t, h.disk.Has(shelfKey(1)))
 	require.Empty(t, st.Errors)
 
@@ -350,7 +351,7 @@ func TestDiskRemove(t *testing.T) {
 	h.disk.Remove(shelfKey(1))
 	require.False(t, h.disk.Has(shelfKey(1)))
 	h.wait("unlink", func() bool { return h.store.Stats().Removed == 1 })
-	require.Empty(t, filesBelow(t, dir, ".kvc"))
+	require.Empty(t, disktest.Files(t, dir, ".kvc"))
 
 	// While it is written, at each step: it never becomes visible.
 	for _, step := range []string{"open direct", "write direct", "rename"} {
@@ -364,7 +365,7 @@ func TestDiskRemove(t *testing.T) {
 		fs.set(nil)
 		require.False(t, h.disk.Has(shelfKey(2)))
 		h.quiet()
-		h.wait(step, func() bool { return len(filesBelow(t, dir, ".kvc")) == 0 })
+		h.wait(step, func() bool { return len(disktest.Files(t, dir, ".kvc")) == 0 })
 	}
 	require.NoError(t, h.put(2))
 	h.disk.Remove(shelfKey(2))
@@ -378,7 +379,7 @@ func TestDiskSidecar(t *testing.T) {
 	h := openShelf(t, dir, "m", StoreOptions{}).scanned()
 	require.NoError(t, h.put(1))
 	sidecar := filepath.Join(h.disk.dir.path, sidecarName)
-	canonical, err := shelfNamespace("m").Canonical()
+	canonical, err := disktest.Namespace("m").Canonical()
 	require.NoError(t, err)
 	b, err := os.ReadFile(sidecar)
 	require.NoError(t, err)
@@ -401,13 +402,13 @@ func TestDiskSidecar(t *testing.T) {
 	h.close()
 
 	// What describes another namespace stays, and so does what is newer.
-	other, err := shelfNamespace("other").Canonical()
+	other, err := disktest.Namespace("other").Canonical()
 	require.NoError(t, err)
 	newer := []byte(`{"format":9}`)
 	for want, text := range map[error][]byte{ErrSidecarForeign: other, ErrSidecarNewer: newer} {
 		require.NoError(t, os.WriteFile(sidecar, text, 0o600))
 		r, s := openStoreAt(t, dir, StoreOptions{})
-		_, err = s.Namespace(shelfNamespace("m"))
+		_, err = s.Namespace(disktest.Namespace("m"))
 		require.ErrorIs(t, err, want)
 		require.NoError(t, s.Close(shelfPatience))
 		require.NoError(t, r.Close())
@@ -509,8 +510,8 @@ func TestDiskSweepsTempsOfDeadSessions(t *testing.T) {
 	keep := filepath.Join(sub, "mine.tmp")
 	require.NoError(t, os.WriteFile(keep, []byte("x"), 0o600))
 	h = openShelf(t, dir, "m", StoreOptions{}).scanned()
-	require.Equal(t, []string{keep}, filesBelow(t, dir, ".tmp"))
-	require.Empty(t, filesBelow(t, dir, rootTempTail))
+	require.Equal(t, []string{keep}, disktest.Files(t, dir, ".tmp"))
+	require.Empty(t, disktest.Files(t, dir, rootTempTail))
 	require.Equal(t, uint64(5), h.store.Stats().Swept)
 	require.NoError(t, h.get(1))
 }
@@ -532,7 +533,7 @@ func TestDiskDirectIOFallsBack(t *testing.T) {
 		})
 		require.NoError(t, h.put(2), call)
 		require.NoError(t, h.get(2), call)
-		require.Empty(t, filesBelow(t, h.root.Path(), ".tmp"))
+		require.Empty(t, disktest.Files(t, h.root.Path(), ".tmp"))
 		h.close()
 	}
 }

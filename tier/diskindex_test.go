@@ -10,6 +10,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 )
 
 func TestDiskIndexAgainstAModel(t *testing.T) {
@@ -87,7 +88,7 @@ func TestDiskIndexIsSmallAndFast(t *testing.T) {
 	runtime.ReadMemStats(&before)
 	x := newDiskIndex()
 	for i := range n {
-		x.add(shelfKey(i), int64(i), shelfFile, shelfFile)
+		x.add(shelfKey(i), int64(i), disktest.FileBytes, disktest.FileBytes)
 	}
 	runtime.GC()
 	runtime.ReadMemStats(&after)
@@ -99,11 +100,11 @@ func TestDiskIndexIsSmallAndFast(t *testing.T) {
 
 func BenchmarkDiskHas(b *testing.B) {
 	s := &Store{breaker: newBreaker(BreakerOptions{}), now: time.Now}
-	d := &Disk{s: s, dir: newNamespaceDir("/", "m", ""), layout: &chunk.Layout{FileBytes: shelfFile}}
+	d := &Disk{s: s, dir: newNamespaceDir("/", "m", ""), layout: &chunk.Layout{FileBytes: disktest.FileBytes}}
 	keys := make([]chunk.Key, 1<<17)
 	for i := range keys {
 		keys[i] = shelfKey(i)
-		d.dir.index.add(keys[i], int64(i), shelfFile, shelfFile)
+		d.dir.index.add(keys[i], int64(i), disktest.FileBytes, disktest.FileBytes)
 	}
 	b.ResetTimer()
 	for i := 0; b.Loop(); i++ {

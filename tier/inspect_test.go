@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 )
 
@@ -266,7 +267,7 @@ func TestClearUnderALeader(t *testing.T) {
 	}
 	require.EqualValues(t, 3, h.store.Stats().Vanished)
 	require.Zero(t, h.store.Stats().BreakerTrips)
-	require.Equal(t, h.store.Stats().UsedBytes, allocatedBelow(t, dir))
+	require.Equal(t, h.store.Stats().UsedBytes, disktest.Allocated(t, dir))
 	require.NoError(t, h.put(0))
 	require.NoError(t, h.get(0))
 }

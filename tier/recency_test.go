@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 )
 
@@ -78,7 +79,7 @@ func TestEvictionLeavesBeginningsOfPrefixes(t *testing.T) {
 	dir := t.TempDir()
 	const chains, length = 12, 6
 	c := &stepClock{}
-	o := StoreOptions{Now: c.now, CapBytes: 40 * shelfCost}
+	o := StoreOptions{Now: c.now, CapBytes: 40 * disktest.CostBytes}
 	check := func(h *shelf) {
 		h.quiet()
 		left, broken := 0, 0
@@ -108,7 +109,7 @@ func TestEvictionLeavesBeginningsOfPrefixes(t *testing.T) {
 	}
 	require.True(t, h.disk.Has(shelfKey(length-1)))
 	h.close()
-	o.CapBytes = 15 * shelfCost
+	o.CapBytes = 15 * disktest.CostBytes
 	h = openShelf(t, dir, "m", o).scanned()
 	check(h)
 	require.True(t, h.disk.Has(shelfKey(0)), "the one that was used most")
@@ -209,7 +210,7 @@ func TestRecencyWithTiesAndFutureTimes(t *testing.T) {
 			for n := range 12 {
 				require.NoError(t, os.Chtimes(h.file(n), at, at))
 			}
-			h = openShelf(t, dir, "m", StoreOptions{CapBytes: 20 * shelfCost}).scanned()
+			h = openShelf(t, dir, "m", StoreOptions{CapBytes: 20 * disktest.CostBytes}).scanned()
 			h.quiet()
 			for n := range 12 {
 				require.NoError(t, h.get(n))

@@ -13,6 +13,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 )
 
@@ -238,7 +239,7 @@ func TestRootIsMadeOnceByMany(t *testing.T) {
 		require.Len(t, id, 32)
 		require.Equal(t, ids[0], id)
 	}
-	require.Empty(t, filesBelow(t, dir, rootTempTail))
+	require.Empty(t, disktest.Files(t, dir, rootTempTail))
 	st, err := sys.Lstat(dir)
 	require.NoError(t, err)
 	require.Equal(t, uint32(0o700), st.Mode&0o777)

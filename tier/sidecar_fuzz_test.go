@@ -15,6 +15,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 )
 
 // checkSidecarText puts any bytes in the place of a sidecar, beside one good chunk.
@@ -24,7 +25,7 @@ func checkSidecarText(t rapid.TB, text []byte) {
 	root, err := os.MkdirTemp("", "kvtier-sidecar")
 	require.NoError(t, err)
 	defer os.RemoveAll(root)
-	n := shelfNamespace("m")
+	n := disktest.Namespace("m")
 	fp, err := n.Fingerprint()
 	require.NoError(t, err)
 	canonical, err := n.Canonical()
@@ -65,9 +66,9 @@ func checkSidecarText(t rapid.TB, text []byte) {
 }
 
 func FuzzSidecar(f *testing.F) {
-	canonical, err := shelfNamespace("m").Canonical()
+	canonical, err := disktest.Namespace("m").Canonical()
 	require.NoError(f, err)
-	other, err := shelfNamespace("other").Canonical()
+	other, err := disktest.Namespace("other").Canonical()
 	require.NoError(f, err)
 	for _, text := range []string{
 		"", "{", "{}", "null", "[]", "\x00", `{"format":2}`, `{"format":1,"key_scheme":9}`, `{"format":-1}`, `{"format":1e99}`,
@@ -83,7 +84,7 @@ func FuzzSidecar(f *testing.F) {
 
 // A good sidecar with a few bytes changed, as a disk may do it.
 func TestRandomSidecars(t *testing.T) {
-	canonical, err := shelfNamespace("m").Canonical()
+	canonical, err := disktest.Namespace("m").Canonical()
 	require.NoError(t, err)
 	rapid.Check(t, func(t *rapid.T) {
 		b := append([]byte(nil), canonical...)

@@ -20,6 +20,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 )
 
@@ -33,11 +34,11 @@ const treeKeys = 4
 var treeFiles = sync.OnceValue(func() (files [treeKeys][]byte) {
 	for i := range files {
 		k := shelfKey(i)
-		ns := shelfNamespace("m")
+		ns := disktest.Namespace("m")
 		l, err := ns.Layout()
 		fp, ferr := ns.Fingerprint()
 		page := make([]byte, chunk.FooterBytes)
-		payload := shelfBytes(k)
+		payload := disktest.Payload(k)
 		f := l.Footer()
 		f.Key, f.Fingerprint, f.Hash = k, fp, chunk.HashPayload(payload)
 		if err = errors.Join(err, ferr, f.Encode(page)); err != nil {
@@ -101,7 +102,7 @@ func (x *tree) content(d *draw, key int) []byte {
 	case 1:
 		b[d.n(256)*len(b)/256] ^= 1 << d.n(8)
 	case 2: // a field that has to be right, in a footer whose own hash is
-		page := b[shelfFile-chunk.FooterBytes:]
+		page := b[disktest.FileBytes-chunk.FooterBytes:]
 		at := d.n(114)
 		for _, free := range [][2]int{{10, 2}, {100, 12}} { // minor version; ordinal to reserved
 			if at >= free[0] {
@@ -217,7 +218,7 @@ func (x *tree) right(i int) bool {
 		return false
 	}
 	st, err := sys.Lstat(filepath.Join(sub, chunk.FileName(k)))
-	if err != nil || !st.Regular() || st.Links != 1 || st.Size != shelfFile || i >= treeKeys {
+	if err != nil || !st.Regular() || st.Links != 1 || st.Size != disktest.FileBytes || i >= treeKeys {
 		return false
 	}
 	b, err := os.ReadFile(filepath.Join(sub, chunk.FileName(k)))
@@ -230,7 +231,7 @@ func checkTree(t rapid.TB, data []byte) {
 	base, err := os.MkdirTemp("", "kvtier-tree")
 	require.NoError(t, err)
 	defer os.RemoveAll(base)
-	fp, err := shelfNamespace("m").Fingerprint()
+	fp, err := disktest.Namespace("m").Fingerprint()
 	require.NoError(t, err)
 	x := &tree{t: t, root: filepath.Join(base, "root"), outside: filepath.Join(base, "else", chunk.FileName(shelfKey(0)))}
 	x.ns = filepath.Join(x.root, chunk.DirName("m", fp))
@@ -242,7 +243,7 @@ func checkTree(t rapid.TB, data []byte) {
 	for i, b := range treeFiles() {
 		require.NoError(t, os.WriteFile(filepath.Join(x.away, chunk.FileName(shelfKey(i))), b, 0o600))
 	}
-	canonical, err := shelfNamespace("m").Canonical()
+	canonical, err := disktest.Namespace("m").Canonical()
 	require.NoError(t, err)
 	require.NoError(t, os.WriteFile(filepath.Join(x.ns, sidecarName), canonical, 0o600))
 	d := &draw{data}
@@ -328,7 +329,7 @@ func (x *tree) open(want []bool) {
 		require.NoError(x.t, s.Close(shelfPatience))
 		require.NoError(x.t, r.Close())
 	}()
-	disk, err := s.Namespace(shelfNamespace("m"))
+	disk, err := s.Namespace(disktest.Namespace("m"))
 	if err != nil {
 		return // something stands in the place of its sidecar
 	}

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kvtier/kvtier/internal/disktest"
 )
 
 func TestInfoTellsWhatLiesBelowARoot(t *testing.T) {
@@ -35,14 +37,14 @@ func TestInfoTellsWhatLiesBelowARoot(t *testing.T) {
 	require.Equal(t, "org/one", one.Model)
 	require.Equal(t, "bf16", one.KVDtype)
 	require.Equal(t, 16, one.ChunkTokens)
-	require.EqualValues(t, rigFile, one.FileBytes)
-	require.Equal(t, fileCount{4, 4 * rigFile}, one.Chunks)
+	require.EqualValues(t, disktest.FileBytes, one.FileBytes)
+	require.Equal(t, fileCount{4, 4 * disktest.FileBytes}, one.Chunks)
 	require.Equal(t, 1, one.Temps.Files)
 	require.Equal(t, map[string]int{"name": 2, "links": 1}, one.ForeignWhy)
 	require.WithinDuration(t, old, *one.Oldest, time.Second)
 	require.WithinDuration(t, time.Now(), *one.Newest, time.Minute)
-	require.Equal(t, fileCount{2, 2 * rigFile}, two.Chunks)
-	require.Equal(t, one.Allocated, 5*rigFile+one.Temps.Bytes+directoryBytes(t, directory(t, root, "org/one")))
+	require.Equal(t, fileCount{2, 2 * disktest.FileBytes}, two.Chunks)
+	require.Equal(t, one.Allocated, 5*disktest.FileBytes+one.Temps.Bytes+directoryBytes(t, directory(t, root, "org/one")))
 
 	text := fine(t, "info", root)
 	for _, part := range []string{"leader        nobody", "model       org/one (bf16)", "chunks      4, 64.0 KiB", "and 2d2h ago",
@@ -55,13 +57,11 @@ func TestInfoTellsWhatLiesBelowARoot(t *testing.T) {
 // directoryBytes is what directories of ours and the sidecar take.
 func directoryBytes(t *testing.T, dir string) (n int64) {
 	t.Helper()
-	require.NoError(t, filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
-		require.NoError(t, err)
-		if d.IsDir() || d.Name() == "layout.json" {
-			n += allocated(t, path)
+	for path, st := range disktest.Stats(t, dir) {
+		if st.Directory() || filepath.Base(path) == "layout.json" {
+			n += st.Allocated
 		}
-		return nil
-	}))
+	}
 	return n
 }
 
@@ -207,7 +207,7 @@ func TestListShowsEveryChunk(t *testing.T) {
 	write(t, root, "m", 3)
 	old := time.Now().Add(-49*time.Hour - time.Minute)
 	require.NoError(t, os.Chtimes(file(t, root, "m", 1), old, old))
-	change(t, file(t, root, "m", 2), flip(rigPadded+20))
+	change(t, file(t, root, "m", 2), flip(disktest.PaddedBytes+20))
 	put(t, filepath.Join(directory(t, root, "m"), "00", "notes.kvc"), "x")
 	lines := strings.Split(strings.TrimSpace(fine(t, "ls", root)), "\n")
 	require.Len(t, lines, 4)

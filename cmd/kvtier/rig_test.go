@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/tier"
 )
 
@@ -71,18 +72,10 @@ func parsed[T any](t *testing.T, code int, args ...string) (v T) {
 	return v
 }
 
-const (
-	rigPayload = 10000
-	rigPadded  = 12288
-	rigFile    = 16384
-)
-
 func rigNamespace(model string) *chunk.Namespace {
-	return &chunk.Namespace{
-		ChunkTokens: 16, Model: model, KVDtype: "bf16",
-		Groups: []chunk.Group{{Kind: chunk.GroupBlob, TokensPerRow: 16, Regions: []chunk.Region{
-			{Bytes: rigPayload, Component: "target", Head: -1, Layer: -1, Name: "blob"}}}},
-	}
+	n := disktest.Namespace(model)
+	n.KVDtype = "bf16"
+	return n
 }
 
 func rigKey(n int) chunk.Key {
@@ -104,10 +97,8 @@ func write(t *testing.T, root, model string, n int) {
 	require.NoError(t, err)
 	done := make(chan error, n)
 	for i := range n {
-		k, p := rigKey(i), make([]byte, rigPadded)
-		for j := range rigPayload {
-			p[j] = k[j%32] ^ byte(j>>5)
-		}
+		k := rigKey(i)
+		p := disktest.Payload(k)
 		require.True(t, d.Write(tier.WriteJob{
 			Key: k, Ordinal: uint32(i), Payload: p, Hash: chunk.HashPayload(p), Done: func(err error) { done <- err }}))
 	}

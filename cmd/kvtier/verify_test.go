@@ -9,15 +9,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/kvtier/kvtier/internal/sys"
+	"github.com/kvtier/kvtier/internal/disktest"
 )
-
-func allocated(t *testing.T, path string) int64 {
-	t.Helper()
-	st, err := sys.Lstat(path)
-	require.NoError(t, err)
-	return st.Allocated
-}
 
 // harmed is a root with a file for every kind of damage, and what is no damage:
 // 8 damaged, 2 of a later version, 3 good.
@@ -26,8 +19,8 @@ func harmed(t *testing.T) string {
 	root := t.TempDir()
 	write(t, root, "m", 12)
 	change(t, file(t, root, "m", 0), flip(5000))
-	change(t, file(t, root, "m", 1), flip(rigPadded+20))
-	require.NoError(t, os.Truncate(file(t, root, "m", 2), rigFile-1))
+	change(t, file(t, root, "m", 1), flip(disktest.PaddedBytes+20))
+	require.NoError(t, os.Truncate(file(t, root, "m", 2), disktest.FileBytes-1))
 	a, b := file(t, root, "m", 3), file(t, root, "m", 4)
 	require.NoError(t, os.Rename(a, a+".swap"))
 	require.NoError(t, os.Rename(b, a))
@@ -36,7 +29,7 @@ func harmed(t *testing.T) string {
 	require.NoError(t, os.Truncate(file(t, root, "m", 6), 0))
 	change(t, file(t, root, "m", 7), newer)
 	change(t, file(t, root, "m", 8), func(b []byte) []byte { // a later version with larger payloads
-		footer := bytes.Clone(b[rigPadded:])
+		footer := bytes.Clone(b[disktest.PaddedBytes:])
 		return newer(append(b, footer...))
 	})
 	write(t, root, "other", 2)

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/tier"
 )
 
@@ -115,7 +116,7 @@ func errorAt(t *testing.T, n int, errno syscall.Errno) bool {
 func TestCapWithUnlinkedFilesStillRead(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "root")
 	disk := newMemDisk(dir)
-	disk.limit = 12 * fileCost
+	disk.limit = 12 * disktest.CostBytes
 	b := open(t, dir, tier.StoreOptions{FS: disk, CapBytes: disk.limit, ReadLanes: 4}).scanned()
 	for n := range 4 {
 		require.NoError(t, b.put(n))
@@ -123,7 +124,7 @@ func TestCapWithUnlinkedFilesStillRead(t *testing.T) {
 	open := disk.holdReads()
 	answers := make(chan error, 4)
 	for n := range 4 {
-		b.disk.Read(key(n), aligned(padded), func(r tier.ReadResult) { answers <- r.Err })
+		b.disk.Read(key(n), disktest.Aligned(disktest.PaddedBytes), func(r tier.ReadResult) { answers <- r.Err })
 	}
 	b.wait("reads", func() bool { return disk.waiting.Load() == 4 })
 	for n := range 4 {
@@ -164,7 +165,7 @@ func TestRecencyAfterAKill(t *testing.T) {
 	require.NoError(t, b.root.Close())
 
 	// With a smaller cap the oldest go first: 2, 3 and so on.
-	o.FS, o.CapBytes = disk2, 8*fileCost
+	o.FS, o.CapBytes = disk2, 8*disktest.CostBytes
 	b = open(t, dir, o).scanned()
 	for n := 100; n < 103; n++ {
 		require.NoError(t, b.put(n))
@@ -186,7 +187,7 @@ func TestRecencyAfterAKill(t *testing.T) {
 func TestRecencyWithAClockSetBack(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "root")
 	disk, clock := newMemDisk(dir), &clock{}
-	b := open(t, dir, tier.StoreOptions{FS: disk, Now: clock.now, CapBytes: 12 * fileCost}).scanned()
+	b := open(t, dir, tier.StoreOptions{FS: disk, Now: clock.now, CapBytes: 12 * disktest.CostBytes}).scanned()
 	for n := range 20 {
 		require.NoError(t, b.put(n))
 	}
@@ -211,7 +212,7 @@ func TestForeignThingsInOurPlaces(t *testing.T) {
 	require.NoError(t, b.put(0))
 	require.NoError(t, b.put(1))
 	b.close()
-	fp, err := namespace("crash/model").Fingerprint()
+	fp, err := disktest.Namespace("crash/model").Fingerprint()
 	require.NoError(t, err)
 	ns := filepath.Join(dir, chunk.DirName("crash/model", fp))
 	path := func(n int) string { return filepath.Join(ns, chunk.SubDir(key(n)), chunk.FileName(key(n))) }
@@ -225,7 +226,7 @@ func TestForeignThingsInOurPlaces(t *testing.T) {
 	require.NoError(t, os.Symlink(outside, filepath.Dir(path(2))))
 	require.NoError(t, os.WriteFile(filepath.Dir(path(3)), []byte("a file"), 0o600))
 	require.NoError(t, syscall.Mkfifo(path(10), 0o600))
-	require.NoError(t, os.WriteFile(filepath.Join(outside, chunk.FileName(key(2))), make([]byte, fileSize), 0o600))
+	require.NoError(t, os.WriteFile(filepath.Join(outside, chunk.FileName(key(2))), make([]byte, disktest.FileBytes), 0o600))
 	k := chunk.FileName(key(15))
 	for _, name := range []string{
 		"\xff\xfe", "a\nb", " ", "..kvc", strings.ToUpper(k), k + " ", k[1:], "0" + k, strings.TrimSuffix(k, ".kvc"),

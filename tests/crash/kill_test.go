@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -20,6 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 	"github.com/kvtier/kvtier/tier"
 )
@@ -170,7 +170,7 @@ func TestKilledAtEachSystemCall(t *testing.T) {
 		{"plain", childWork{Cap: 64 << 20, Puts: 4}},
 		{"durable", childWork{Cap: 64 << 20, Puts: 3, Durable: true}},
 		{"half a write", childWork{Cap: 64 << 20, Puts: 4, Half: true}},
-		{"evicting", childWork{Cap: 10 * fileCost, Puts: 14}},
+		{"evicting", childWork{Cap: 10 * disktest.CostBytes, Puts: 14}},
 	} {
 		t.Run(v.name, func(t *testing.T) {
 			w := v.work
@@ -215,12 +215,12 @@ func TestKilledAtEachSystemCall(t *testing.T) {
 func afterKill(t *testing.T, w childWork, said string) {
 	t.Helper()
 	if w.Cap < 64<<20 {
-		require.LessOrEqual(t, diskUsage(t, w.Dir), w.Cap, "call %d", w.KillAt)
+		require.LessOrEqual(t, disktest.Allocated(t, w.Dir), w.Cap, "call %d", w.KillAt)
 	}
 	b := open(t, w.Dir, tier.StoreOptions{CapBytes: w.Cap}).scanned()
 	defer b.close()
 	b.idle()
-	require.Empty(t, files(t, w.Dir, ".tmp"), "call %d", w.KillAt)
+	require.Empty(t, disktest.Files(t, w.Dir, ".tmp"), "call %d", w.KillAt)
 	for n := range w.Puts {
 		has := b.disk.Has(key(n))
 		acked := strings.Contains(said, fmt.Sprintf("put %d\n", n))
@@ -249,36 +249,7 @@ func afterKill(t *testing.T, w childWork, said string) {
 	require.NoError(t, b.get(99), "call %d", w.KillAt)
 	b.wait("books", func() bool {
 		b.idle()
-		real, used := diskUsage(t, w.Dir), b.store.Stats().UsedBytes
+		real, used := disktest.Allocated(t, w.Dir), b.store.Stats().UsedBytes
 		return real <= used && used-real <= 8192 && used <= w.Cap
 	})
-}
-
-// diskUsage is what du would say.
-func diskUsage(t rapid.TB, dir string) (bytes int64) {
-	t.Helper()
-	require.NoError(t, filepath.WalkDir(dir, func(path string, _ fs.DirEntry, err error) error {
-		if err == nil {
-			var st sys.Stat
-			if st, err = sys.Lstat(path); err == nil {
-				bytes += st.Allocated
-			}
-		}
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil // renamed or unlinked meanwhile
-		}
-		return err
-	}))
-	return bytes
-}
-
-func files(t rapid.TB, dir, suffix string) (paths []string) {
-	t.Helper()
-	require.NoError(t, filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
-		if err == nil && !e.IsDir() && strings.HasSuffix(path, suffix) {
-			paths = append(paths, path)
-		}
-		return err
-	}))
-	return paths
 }

@@ -12,6 +12,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/tier"
 )
 
@@ -52,7 +53,7 @@ func (m *machine) reopen(t *rapid.T, capBytes int64, durable bool) {
 		CapBytes: capBytes, Durable: durable, FS: m.disk, Now: m.clock.now,
 		Breaker: tier.BreakerOptions{Errors: 1 << 30},
 	}
-	m.roomy = capBytes >= 60*fileCost
+	m.roomy = capBytes >= 60*disktest.CostBytes
 	m.disk.mu.Lock()
 	m.disk.limit = 0
 	if m.disk.usedLocked() <= capBytes {
@@ -76,7 +77,7 @@ func (m *machine) blur() {
 }
 
 func (m *machine) cap(t *rapid.T) int64 {
-	return rapid.SampledFrom([]int64{100 * fileCost, 100 * fileCost, 10 * fileCost, 7 * fileCost}).Draw(t, "cap")
+	return rapid.SampledFrom([]int64{100 * disktest.CostBytes, 100 * disktest.CostBytes, 10 * disktest.CostBytes, 7 * disktest.CostBytes}).Draw(t, "cap")
 }
 
 func (m *machine) healthy() {
@@ -123,7 +124,7 @@ func TestDiskAgainstAStrictOracle(t *testing.T) {
 				if m.faulty || m.knows[n] == gone {
 					return
 				}
-				at, bit := rapid.IntRange(0, fileSize-1).Draw(t, "byte"), byte(1)<<rapid.IntRange(0, 7).Draw(t, "bit")
+				at, bit := rapid.IntRange(0, disktest.FileBytes-1).Draw(t, "byte"), byte(1)<<rapid.IntRange(0, 7).Draw(t, "bit")
 				if m.disk.edit(m.path(n), func(b []byte) []byte {
 					if at < len(b) {
 						b[at] ^= bit
@@ -213,7 +214,7 @@ func (m *machine) books(t rapid.TB) {
 }
 
 func (m *machine) path(n int) string {
-	fp, _ := namespace("crash/model").Fingerprint()
+	fp, _ := disktest.Namespace("crash/model").Fingerprint()
 	return m.dir + "/" + chunk.DirName("crash/model", fp) + "/" + chunk.SubDir(key(n)) + "/" + chunk.FileName(key(n))
 }
 

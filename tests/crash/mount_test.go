@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/tier"
 )
 
@@ -180,7 +181,7 @@ func powerCut(t *testing.T, kind string, mkfs []string, durable bool) {
 			_ = b.get(1000 + n)
 		}
 		require.Empty(t, b.store.Stats().Errors)
-		require.Empty(t, files(t, path, ".tmp"))
+		require.Empty(t, disktest.Files(t, path, ".tmp"))
 		require.NoError(t, b.put(5000))
 		require.NoError(t, b.get(5000))
 		b.close()
@@ -283,7 +284,7 @@ func TestSlowAndDeadDisks(t *testing.T) {
 		disk.delay.Store(int64(5 * time.Second))
 		answers := make(chan error, 1)
 		began := time.Now()
-		b.disk.Read(key(1), aligned(padded), func(r tier.ReadResult) { answers <- r.Err })
+		b.disk.Read(key(1), disktest.Aligned(disktest.PaddedBytes), func(r tier.ReadResult) { answers <- r.Err })
 		require.True(t, b.disk.Has(key(1)))
 		require.True(t, b.start(2, func(error) {}))
 		b.disk.Remove(key(9))
@@ -299,7 +300,7 @@ func TestSlowAndDeadDisks(t *testing.T) {
 		t.Parallel()
 		dir := filepath.Join(t.TempDir(), "root")
 		disk := newMemDisk(dir)
-		b := open(t, dir, tier.StoreOptions{FS: disk, CapBytes: 10 * fileCost}).scanned()
+		b := open(t, dir, tier.StoreOptions{FS: disk, CapBytes: 10 * disktest.CostBytes}).scanned()
 		open := disk.holdUnlinks() // all that follows happens while the evictor hangs
 		var newest atomic.Int64
 		for n := range 40 {

@@ -9,22 +9,16 @@ import (
 	"log/slog"
 	"sync/atomic"
 	"time"
-	"unsafe"
 
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/tier"
 )
 
-const (
-	patience = 30 * time.Second
-	payload  = 10000 // bytes of a chunk
-	padded   = 12288
-	fileSize = padded + 4096
-	fileCost = fileSize + 4096 // with the directory it may need
-)
+const patience = 30 * time.Second
 
 var errDropped = errors.New("dropped at once")
 
@@ -34,14 +28,6 @@ type box struct {
 	root  *tier.Root
 	store *tier.Store
 	disk  *tier.Disk
-}
-
-func namespace(model string) *chunk.Namespace {
-	return &chunk.Namespace{
-		ChunkTokens: 16, Model: model,
-		Groups: []chunk.Group{{Kind: chunk.GroupBlob, TokensPerRow: 16, Regions: []chunk.Region{
-			{Bytes: payload, Component: "target", Head: -1, Layer: -1, Name: "blob"}}}},
-	}
 }
 
 // tryOpen opens the tier; nil and the error when a fault is in the way.
@@ -64,7 +50,7 @@ func tryOpen(t rapid.TB, dir string, o tier.StoreOptions) (*box, error) {
 		require.NoError(t, r.Close())
 		return nil, err
 	}
-	d, err := s.Namespace(namespace("crash/model"))
+	d, err := s.Namespace(disktest.Namespace("crash/model"))
 	if err != nil {
 		_ = s.Close(patience)
 		require.NoError(t, r.Close())
@@ -116,25 +102,10 @@ func key(n int) chunk.Key {
 	return k
 }
 
-func aligned(n int) []byte {
-	b := make([]byte, n+4096)
-	skip := -uintptr(unsafe.Pointer(unsafe.SliceData(b))) % 4096
-	return b[skip:][:n:n]
-}
-
-// content is what the chunk of a key holds.
-func content(k chunk.Key) []byte {
-	b := aligned(padded)
-	for i := range payload {
-		b[i] = k[i%32] ^ byte(i>>5)
-	}
-	return b
-}
-
 // start queues a chunk.
 func (b *box) start(n int, done func(error)) bool {
 	k := key(n)
-	p := content(k)
+	p := disktest.Payload(k)
 	return b.disk.Write(tier.WriteJob{Key: k, Payload: p, Hash: chunk.HashPayload(p), Done: done})
 }
 
@@ -156,17 +127,14 @@ func (b *box) put(n int) error {
 // get reads a chunk. The buffer holds the right bytes or none, whatever happens.
 func (b *box) get(n int) error {
 	b.t.Helper()
-	dst := aligned(padded)
-	for i := range dst {
-		dst[i] = 0xa5 // something else lay there before
-	}
+	dst := disktest.Used(disktest.PaddedBytes)
 	done := make(chan tier.ReadResult, 1)
 	b.disk.Read(key(n), dst, func(r tier.ReadResult) { done <- r })
 	select {
 	case r := <-done:
-		want := make([]byte, padded)
+		want := make([]byte, disktest.PaddedBytes)
 		if r.Err == nil {
-			want = content(key(n))
+			want = disktest.Payload(key(n))
 		}
 		if string(want) != string(dst) {
 			b.t.Fatalf("wrong bytes for chunk %d with error %v", n, r.Err)

@@ -3,34 +3,15 @@ package soak
 import (
 	"errors"
 	"io/fs"
-	"path/filepath"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/internal/sys"
 )
-
-// allocation is what du says of each name below a root.
-func allocation(t *testing.T, root string) map[string]sys.Stat {
-	t.Helper()
-	found := map[string]sys.Stat{}
-	require.NoError(t, filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
-		if err == nil {
-			var st sys.Stat
-			if st, err = sys.Lstat(path); err == nil {
-				found[path] = st
-			}
-		}
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil // renamed or unlinked meanwhile
-		}
-		return err
-	}))
-	return found
-}
 
 // allocated gives bytes that certainly lie below a root in use at one moment: a walk
 // takes a while, and what is evicted and written meanwhile must not count both. So
@@ -38,7 +19,7 @@ func allocation(t *testing.T, root string) map[string]sys.Stat {
 // between.
 func allocated(t *testing.T, root string) (bytes int64) {
 	t.Helper()
-	for path, before := range allocation(t, root) {
+	for path, before := range disktest.Stats(t, root) {
 		after, err := sys.Lstat(path)
 		if errors.Is(err, fs.ErrNotExist) {
 			continue

@@ -2,8 +2,6 @@ package soak
 
 import (
 	"flag"
-	"fmt"
-	"io/fs"
 	"log/slog"
 	"math/rand/v2"
 	"os"
@@ -15,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/disktest"
 	"github.com/kvtier/kvtier/tier"
 )
 
@@ -122,10 +121,7 @@ func afterwards(t *testing.T, tool *tools, root string) {
 	require.Equal(t, uint64(v.Good), store.Stats().Adopted)
 	require.Empty(t, store.Stats().Rejected)
 	for end := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
-		var real int64
-		for _, f := range allocation(t, root) {
-			real += f.Allocated
-		}
+		real := disktest.Allocated(t, root)
 		if st := store.Stats(); st.UsedBytes != real { // perhaps eviction is at it
 			require.True(t, time.Now().Before(end), "%d bytes lie there, and counted are %+v", real, st)
 			continue
@@ -134,12 +130,7 @@ func afterwards(t *testing.T, tool *tools, root string) {
 	}
 	require.NoError(t, store.Close(patience))
 	require.NoError(t, r.Close())
-	require.NoError(t, filepath.WalkDir(root, func(path string, e fs.DirEntry, err error) error {
-		if err == nil && strings.HasSuffix(path, ".tmp") {
-			err = fmt.Errorf("%s is left", path)
-		}
-		return err
-	}))
+	require.Empty(t, disktest.Files(t, root, ".tmp"))
 }
 
 // lead opens the disk tier and waits until it knows all that lies there.
