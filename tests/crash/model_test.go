@@ -132,7 +132,7 @@ func TestDiskAgainstAStrictOracle(t *testing.T) {
 					return b
 				}) {
 					require.Error(t, m.get(n))
-					m.knows[n] = gone
+					m.knows[n], m.solid[n] = gone, false // a power cut may bring it back, harmed
 				}
 			},
 			"clock": func(t *rapid.T) {
@@ -317,7 +317,9 @@ func (m *machine) crash(t *rapid.T, power bool) {
 		}
 	}
 	for n := range started {
-		m.ever[n] = true
+		if m.ever[n] = true; !durable && m.knows[n] != there {
+			m.solid[n] = false // it may have got its name, and its bytes not be safe
+		}
 	}
 	for n := range m.pulled {
 		if m.ever[n] && !acked[n] {
