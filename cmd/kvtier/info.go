@@ -90,11 +90,7 @@ func newInfoCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if asJSON {
-				err = writeJSON(cmd.OutOrStdout(), r)
-			} else {
-				r.print(cmd.OutOrStdout(), time.Now())
-			}
+			err = tell(cmd.OutOrStdout(), asJSON, r, func(w io.Writer) { r.print(w, time.Now()) })
 			if err == nil && len(r.Problems) > 0 {
 				return problem("%s, see above", plural(len(r.Problems), "thing"))
 			}

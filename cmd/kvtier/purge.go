@@ -76,15 +76,7 @@ func newPurgeCommand(c console) *cobra.Command {
 					return err
 				}
 			}
-			if asJSON {
-				err = writeJSON(cmd.OutOrStdout(), r)
-			} else {
-				r.print(cmd.OutOrStdout())
-			}
-			if err == nil && len(r.Failed) > 0 {
-				return problem("%s cannot be deleted", plural(len(r.Failed), "name"))
-			}
-			return err
+			return tellRemoval(cmd.OutOrStdout(), asJSON, r, r.print, r.Failed, "deleted")
 		},
 	}
 	cmd.Flags().BoolVar(&all, "all", false, "every chunk of every namespace")

@@ -41,15 +41,7 @@ func newSweepCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if asJSON {
-				err = writeJSON(cmd.OutOrStdout(), s)
-			} else {
-				s.print(cmd.OutOrStdout())
-			}
-			if err == nil && len(s.Failed) > 0 {
-				return problem("%s cannot be removed", plural(len(s.Failed), "name"))
-			}
-			return err
+			return tellRemoval(cmd.OutOrStdout(), asJSON, s, s.print, s.Failed, "removed")
 		},
 	}
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print one JSON object")

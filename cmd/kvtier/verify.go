@@ -87,12 +87,7 @@ func newVerifyCommand(c console) *cobra.Command {
 			if err := v.run(jobs); err != nil {
 				return err
 			}
-			if asJSON {
-				err = writeJSON(cmd.OutOrStdout(), &v.report)
-			} else {
-				v.report.print(cmd.OutOrStdout())
-			}
-			if err != nil {
+			if err := tell(cmd.OutOrStdout(), asJSON, &v.report, v.report.print); err != nil {
 				return err
 			}
 			return v.report.verdict()
