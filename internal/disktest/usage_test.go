@@ -14,7 +14,7 @@ import (
 
 func TestAllocatedCountsBlocksOfAllNames(t *testing.T) {
 	dir := t.TempDir()
-	sub := filepath.Join(dir, "sub")
+	sub := filepath.Join(dir, "sub.x")
 	require.NoError(t, os.Mkdir(sub, 0o700))
 	file, hole, link := filepath.Join(sub, "a.x"), filepath.Join(dir, "b.x"), filepath.Join(dir, "c")
 	require.NoError(t, os.WriteFile(file, make([]byte, 5000), 0o600))
