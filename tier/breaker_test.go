@@ -15,7 +15,6 @@ import (
 
 	"github.com/kvtier/kvtier/internal/chunk"
 	"github.com/kvtier/kvtier/internal/disktest"
-	"github.com/kvtier/kvtier/internal/sys"
 )
 
 func TestBreakerTimes(t *testing.T) {
@@ -251,43 +250,16 @@ func (l *lockedWriter) Write(b []byte) (int, error) {
 }
 
 func TestDiskReadWrongOnceIsReadAgain(t *testing.T) {
-	fs := &wrongOnceFS{}
+	fs := &corruptingFS{}
 	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs}).scanned()
 	require.NoError(t, h.put(1))
-	fs.wrong.Store(1)
+	fs.times.Store(1)
 	require.NoError(t, h.get(1))
 	require.Equal(t, uint64(1), h.store.Stats().Reread)
 	require.Empty(t, h.store.Stats().Corrupt)
-	fs.wrong.Store(2)
+	fs.times.Store(2)
 	require.ErrorIs(t, h.get(1), ErrCorrupt)
 	require.ErrorIs(t, h.get(1), ErrAbsent)
-}
-
-// wrongOnceFS flips a bit in so many of the next reads.
-type wrongOnceFS struct {
-	LocalFilesystem
-	wrong atomic.Int32
-}
-
-func (f *wrongOnceFS) Open(path string, flags sys.OpenFlag) (OpenFile, error) {
-	file, err := f.LocalFilesystem.Open(path, flags)
-	if err != nil {
-		return nil, err
-	}
-	return &wrongOnceFile{file, f}, nil
-}
-
-type wrongOnceFile struct {
-	OpenFile
-	fs *wrongOnceFS
-}
-
-func (f *wrongOnceFile) ReadV(bufs [][]byte, off int64) (int, error) {
-	n, err := f.OpenFile.ReadV(bufs, off)
-	if f.fs.wrong.Add(-1) >= 0 {
-		bufs[0][100] ^= 1
-	}
-	return n, err
 }
 
 func TestDiskThatHangs(t *testing.T) {

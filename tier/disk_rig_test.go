@@ -8,6 +8,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -278,4 +279,46 @@ func failing(call string, errno syscall.Errno) func(string, string) error {
 		}
 		return nil
 	}
+}
+
+// corruptingFS flips a bit in so many of the next reads. then is called after the last
+// of them, by the reader; it may ask for more.
+type corruptingFS struct {
+	LocalFilesystem
+	times atomic.Int32
+	then  func()
+}
+
+func corrupting(times int32) *corruptingFS {
+	f := &corruptingFS{}
+	f.times.Store(times)
+	return f
+}
+
+func (f *corruptingFS) Open(path string, flags sys.OpenFlag) (OpenFile, error) {
+	file, err := f.LocalFilesystem.Open(path, flags)
+	if err != nil {
+		return nil, err
+	}
+	return &corruptingFile{file, f}, nil
+}
+
+type corruptingFile struct {
+	OpenFile
+	fs *corruptingFS
+}
+
+func (f *corruptingFile) ReadV(bufs [][]byte, off int64) (int, error) {
+	n, err := f.OpenFile.ReadV(bufs, off)
+	if err != nil || n == 0 || f.fs.times.Load() <= 0 {
+		return n, err
+	}
+	switch left := f.fs.times.Add(-1); {
+	case left < 0: // another reader was first
+		return n, nil
+	case left == 0 && f.fs.then != nil:
+		defer f.fs.then()
+	}
+	bufs[0][0] ^= 1
+	return n, nil
 }

@@ -11,7 +11,6 @@ import (
 
 	"github.com/kvtier/kvtier/internal/chunk"
 	"github.com/kvtier/kvtier/internal/disktest"
-	"github.com/kvtier/kvtier/internal/sys"
 )
 
 // inspected is a closed root with n chunks, seen by a tool through a file system in
@@ -114,42 +113,10 @@ func TestInspectMakesNothing(t *testing.T) {
 	require.Len(t, entries, 1)
 }
 
-// corruptingFS flips a byte in the first reads of chunk files.
-type corruptingFS struct {
-	LocalFilesystem
-	times int
-	then  func() // after the last of them
-}
-
-func (f *corruptingFS) Open(path string, flags sys.OpenFlag) (OpenFile, error) {
-	file, err := f.LocalFilesystem.Open(path, flags)
-	if err != nil {
-		return nil, err
-	}
-	return &corruptingFile{file, f}, nil
-}
-
-type corruptingFile struct {
-	OpenFile
-	fs *corruptingFS
-}
-
-func (f *corruptingFile) ReadV(bufs [][]byte, off int64) (int, error) {
-	n, err := f.OpenFile.ReadV(bufs, off)
-	if err == nil && n > 0 && f.fs.times > 0 {
-		f.fs.times--
-		bufs[0][0] ^= 1
-		if f.fs.times == 0 && f.fs.then != nil {
-			f.fs.then()
-		}
-	}
-	return n, err
-}
-
 func TestVerifierProvesByTwoReadsOfOneFile(t *testing.T) {
 	h, n, _ := inspected(t, 3)
 	k, path := shelfKey(0), h.file(0)
-	n.i.fs = &corruptingFS{times: 1}
+	n.i.fs = corrupting(1)
 	v := verifier(t, n)
 	c := v.Check(k)
 	require.Equal(t, Check{State: CheckUnsteady, Reason: "payload"}, c)
@@ -163,10 +130,11 @@ func TestVerifierProvesByTwoReadsOfOneFile(t *testing.T) {
 		require.NoError(t, os.WriteFile(path+".new", b, 0o600))
 		require.NoError(t, os.Rename(path+".new", path))
 	}
-	replaced := &corruptingFS{times: 1}
+	replaced := corrupting(1)
 	replaced.then = func() {
 		republish()
-		replaced.times, replaced.then = 1, nil
+		replaced.then = nil
+		replaced.times.Store(1)
 	}
 	n.i.fs = replaced
 	v = verifier(t, n)
@@ -176,7 +144,7 @@ func TestVerifierProvesByTwoReadsOfOneFile(t *testing.T) {
 	require.FileExists(t, path)
 
 	// Proved, but then published anew: the new file stays.
-	n.i.fs = &corruptingFS{times: 2}
+	n.i.fs = corrupting(2)
 	v = verifier(t, n)
 	c = v.Check(k)
 	require.Equal(t, CheckDamaged, c.State)
@@ -185,7 +153,7 @@ func TestVerifierProvesByTwoReadsOfOneFile(t *testing.T) {
 	require.FileExists(t, path)
 	require.Equal(t, CheckGood, v.Check(k).State)
 
-	n.i.fs = &corruptingFS{times: 2}
+	n.i.fs = corrupting(2)
 	v = verifier(t, n)
 	require.NoError(t, v.Remove(k, v.Check(k)))
 	require.NoFileExists(t, path)

@@ -62,23 +62,24 @@ type diskRig struct {
 func openTestStore(t *testing.T, o StoreOptions) (*Store, string) {
 	t.Helper()
 	dir := t.TempDir()
-	root, err := OpenRoot(dir, RootOptions{})
-	require.NoError(t, err)
+	o.CapBytes, o.Tick = 1<<30, time.Second
+	root, store := openStoreAt(t, dir, o)
 	t.Cleanup(func() { require.NoError(t, root.Close()) })
-	ok, _, err := root.TryLock()
-	require.NoError(t, err)
-	require.True(t, ok)
-	o.CapBytes = 1 << 30
-	store, err := OpenStore(root, o)
-	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, store.Close(rigWait)) })
 	return store, dir
 }
 
 func newDiskRig(t *testing.T, slots int) *diskRig {
 	t.Helper()
+	return newDiskRigWith(t, slots, StoreOptions{})
+}
+
+// newDiskRigWith takes all options but the file system, which is its own.
+func newDiskRigWith(t *testing.T, slots int, o StoreOptions) *diskRig {
+	t.Helper()
 	d := &diskRig{fs: &gateFS{}}
-	store, root := openTestStore(t, StoreOptions{FS: d.fs})
+	o.FS = d.fs
+	store, root := openTestStore(t, o)
 	disk, err := store.Namespace(rigNamespace("rig"))
 	require.NoError(t, err)
 	require.Eventually(t, disk.Scanned, rigWait, time.Millisecond)
@@ -289,13 +290,8 @@ func TestRemovedDuringWriteDoesNotComeBack(t *testing.T) {
 }
 
 func TestPostponedWriteOfAnEvictedChunkIsLost(t *testing.T) {
-	fs := &gateFS{}
-	store, _ := openTestStore(t, StoreOptions{FS: fs, DirtyBytes: rigChunk})
-	disk, err := store.Namespace(rigNamespace("rig"))
-	require.NoError(t, err)
-	g := newRig(t, rigOptions{slots: 4, disk: disk})
-	g.grown(4)
-	open := fs.shut()
+	g := newDiskRigWith(t, 4, StoreOptions{DirtyBytes: rigChunk})
+	open := g.fs.shut()
 	defer open()
 	written, postponed := g.store(1, 0, false), g.store(2, 0, false)
 	g.do(func() {
@@ -316,7 +312,7 @@ func TestPostponedWriteOfAnEvictedChunkIsLost(t *testing.T) {
 		require.EqualValues(t, 1, g.space.Stats().EvictedDirty)
 	})
 	open()
-	g.until("written", func() bool { return disk.Has(rigKey(1)) && g.space.writing == 0 })
+	g.until("written", func() bool { return g.disk.Has(rigKey(1)) && g.space.writing == 0 })
 	require.NoError(t, g.makeRoom())
 	g.do(func() { require.EqualValues(t, 1, g.space.Stats().EvictedDirty) })
 }
@@ -324,13 +320,8 @@ func TestPostponedWriteOfAnEvictedChunkIsLost(t *testing.T) {
 // A burst of stores is faster than the disk, whose queue is bounded; what did not fit
 // follows when there is room.
 func TestPostponedWritesFollow(t *testing.T) {
-	fs := &gateFS{}
-	store, _ := openTestStore(t, StoreOptions{FS: fs, DirtyBytes: rigChunk})
-	disk, err := store.Namespace(rigNamespace("rig"))
-	require.NoError(t, err)
-	g := newRig(t, rigOptions{slots: 8, disk: disk})
-	g.grown(8)
-	open := fs.shut()
+	g := newDiskRigWith(t, 8, StoreOptions{DirtyBytes: rigChunk})
+	open := g.fs.shut()
 	defer open()
 	for n := range 6 {
 		g.store(n, 0, false)
@@ -340,7 +331,7 @@ func TestPostponedWritesFollow(t *testing.T) {
 		require.True(t, g.space.Draining())
 	})
 	open()
-	g.until("all written", func() bool { return disk.Count() == 6 && g.space.dirty == 0 })
+	g.until("all written", func() bool { return g.disk.Count() == 6 && g.space.dirty == 0 })
 	g.do(func() {
 		require.Zero(t, g.space.Stats().Backlog)
 		require.False(t, g.space.Draining())
