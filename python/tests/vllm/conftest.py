@@ -19,7 +19,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 pytest.importorskip("vllm")
 
+from engine import Engine  # noqa: E402
+
 
 @pytest.fixture(scope="session")
 def models_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def make():
+    """Makes engines, which end without anything wrong or left."""
+    engines = []
+
+    def build(**kw):
+        e = Engine(**kw)
+        engines.append(e)
+        return e
+
+    yield build
+    for e in engines:
+        problems, left = e.problems, e.settled()
+        e.close()
+        assert not problems
+        assert not left

@@ -6,7 +6,7 @@ import time
 import pytest
 from engine import Engine, slot_bytes
 from leaders import LeaderProcess, attached
-from test_scheduler import DOC, document, held, step_until_loading, until, warm
+from situations import DOC, document, held, step_until_loading, until, warm
 from vllm.v1.request import RequestStatus
 
 import kvtier

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from engine import Engine, slot_bytes
-from test_scheduler import DOC
+from situations import DOC
 
 import kvtier
 from kvtier.vllm.settings import _OWN, Settings

@@ -10,9 +10,8 @@ from collections import Counter
 
 import pytest
 import torch
-from engine import Engine
+from situations import DOC
 from test_keychain import adapter, image, lora
-from test_scheduler import DOC, make, warm  # noqa: F401
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from kvtier.vllm.keychain import NotIdentified
@@ -29,7 +28,7 @@ def root(tmp_path):
 
 
 @pytest.fixture
-def start(make, root):  # noqa: F811
+def start(make, root):
     """Starts an engine on the root; the one before has written out and ended."""
     running = []
 
@@ -223,7 +222,7 @@ def test_what_cannot_be_identified_is_not_cached_and_says_so_once(start, caplog)
         assert not ask(e, 4, **what)["load_tokens"], reason
 
 
-def test_tags_share_nothing(start, make, root):  # noqa: F811
+def test_tags_share_nothing(start, make, root):
     for world, tag in enumerate(("", "red", "blue")):
         e = start(tag=tag)
         assert not ask(e, world)["load_tokens"], f"tag {tag!r}"

@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 from engine import MAX_LEN, Sequence
-from test_scheduler import DOC, document, held, make, until, warm  # noqa: F401
+from situations import DOC, document, held, until, warm
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -37,7 +37,7 @@ def chunks_granted(e):
 
 
 @pytest.fixture
-def on_disk(make, tmp_path):  # noqa: F811
+def on_disk(make, tmp_path):
     extra = {"disk_path": str(tmp_path / "d"), "disk_gib": 0.02, "free_floor_gib": 0, "dirty_gib": 0.02}
 
     def files(e):
@@ -74,7 +74,7 @@ def test_memory_only(on_disk):
     assert files(e) == 5
 
 
-def test_requests_that_are_not_loaded_are_stored(make):  # noqa: F811
+def test_requests_that_are_not_loaded_are_stored(make):
     """Prompt log-probabilities need the whole prompt computed, and so do requests that
     skip the prefix cache."""
     for sampling in ({"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}, asking(load=False)):
@@ -101,7 +101,7 @@ def test_requests_that_are_not_loaded_are_stored(make):  # noqa: F811
     [None, {}, {"kvtier": None}, {"kvtier": "off"}, {"kvtier": {"store": 0, "load": "no"}}]
     + [{"kvtier": []}, {"do_remote_prefill": False, "remote_engine_id": "x", "kvtier": {"unheard": True}}],
 )
-def test_parameters_that_say_nothing(make, params):  # noqa: F811
+def test_parameters_that_say_nothing(make, params):
     e = make()
     warm(e)
     e.add(DOC, sampling={"extra_args": {"kv_transfer_params": params}})
@@ -109,7 +109,7 @@ def test_parameters_that_say_nothing(make, params):  # noqa: F811
     assert e.counts["load_tokens"] == 576 and not e.counts["errors"]
 
 
-def test_opting_out_for_storing_leaves_nothing_behind(make):  # noqa: F811
+def test_opting_out_for_storing_leaves_nothing_behind(make):
     e = make()
     warm(e)
     held_before = chunks_granted(e)
@@ -150,7 +150,7 @@ def siblings(e, prompt, n, max_new):
     return out
 
 
-def test_samples_of_one_prompt(make):  # noqa: F811
+def test_samples_of_one_prompt(make):
     e = make(blocks=400, slots=256)
     warm(e, document(2, 500))  # so that there are slots
     e.add(document(3, 64 * 16))  # more than will be needed
@@ -187,7 +187,7 @@ def siblings_again(e, n):
 # ---- priorities
 
 
-def test_priority_and_preemption(make):  # noqa: F811
+def test_priority_and_preemption(make):
     """Who is preempted has lost its pages and gets them from the cache."""
     e = make(blocks=MAX_LEN // 16 + 2, slots=256, policy="priority")
     warm(e, document(30, 300))
@@ -230,7 +230,7 @@ def pipelined(e, limit=5000, events=lambda step: None):
     raise AssertionError("does not end")
 
 
-def test_asynchronous_scheduling(make):  # noqa: F811
+def test_asynchronous_scheduling(make):
     e = make(async_scheduling=True, slots=256, blocks=300)
     for _ in range(20):
         q = e.add(DOC, 200)
@@ -256,7 +256,7 @@ def test_asynchronous_scheduling(make):  # noqa: F811
 # ---- drafts
 
 
-def test_drafts_are_never_stored(make, rng):  # noqa: F811
+def test_drafts_are_never_stored(make, rng):
     """Tokens that a draft guessed lie in pages before they are accepted. What is offered
     has the keys of the tokens that came out, and never reaches beyond them."""
     e = make(slots=256, sequences=4, blocks=300)

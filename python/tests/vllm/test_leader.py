@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine import Engine, slot_bytes
-from test_scheduler import DOC, document, held, step_until_loading, until, warm
+from situations import DOC, document, held, step_until_loading, until, warm
 
 PROGRAM = """
 import json, sys, kvtier

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engine import Engine
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
-from test_scheduler import DOC, document, step_until_loading, warm
+from situations import DOC, document, step_until_loading, warm
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats

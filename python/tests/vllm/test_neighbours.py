@@ -2,7 +2,7 @@
 which keeps prompts in files and loads them before the forward."""
 
 import pytest
-from test_scheduler import DOC, document, held, make, step_until_loading  # noqa: F401
+from situations import DOC, document, held, step_until_loading
 
 
 #: Of DOC: it leaves out the last token and the block of the one before.
@@ -32,7 +32,7 @@ def filled(e):
     e.counts.clear()
 
 
-def test_asked_first_it_loads(make, example):  # noqa: F811
+def test_asked_first_it_loads(make, example):
     e = make(beside=(example,))
     filled(e)
     q = e.add(DOC)
@@ -48,7 +48,7 @@ def test_asked_first_it_loads(make, example):  # noqa: F811
     assert e.counts["load_tokens"] == 0 and len(q.request.output_token_ids) == 4
 
 
-def test_asked_second_it_leaves_the_load_to_the_other(make, example):  # noqa: F811
+def test_asked_second_it_leaves_the_load_to_the_other(make, example):
     e = make(before=(example,))
     filled(e)
     for _ in range(3):
@@ -67,7 +67,7 @@ def test_asked_second_it_leaves_the_load_to_the_other(make, example):  # noqa: F
     assert e.counts["load_tokens"] == 576
 
 
-def test_abort_and_reset_beside_another(make, example):  # noqa: F811
+def test_abort_and_reset_beside_another(make, example):
     e = make(beside=(example,))
     filled(e)
     q = e.add(DOC)

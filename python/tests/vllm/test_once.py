@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from test_scheduler import DOC, document, held, make, step_until_loading, until, warm  # noqa: F401
+from situations import DOC, document, held, step_until_loading, warm
 from vllm.v1.request import RequestStatus
 
 import kvtier
@@ -54,7 +54,7 @@ def run(e, reports, spoil=lambda output: None, limit=5000):
     raise AssertionError(f"does not end: {[r.status.name for r in e.scheduler.requests.values()]}")
 
 
-def test_each_load_is_reported_once(make):  # noqa: F811
+def test_each_load_is_reported_once(make):
     """Good ones, failed ones, ones that never began, and ones whose request was aborted."""
     rng = random.Random(SEED)
     print(f"KVTIER_ONCE_SEED={SEED}")
@@ -85,7 +85,7 @@ def test_each_load_is_reported_once(make):  # noqa: F811
     assert len(reports.planned) >= 40 and e.counts["loads_failed"] > 5
 
 
-def test_late_and_repeated_completions_are_swallowed(make, monkeypatch):  # noqa: F811
+def test_late_and_repeated_completions_are_swallowed(make, monkeypatch):
     """Each event comes twice at once and once more later, and some are nobody's."""
     e = make()
     warm(e)
@@ -113,7 +113,7 @@ def test_late_and_repeated_completions_are_swallowed(make, monkeypatch):  # noqa
     assert not e.counts["errors"]
 
 
-def test_reports_of_two_engines_do_not_mix(make):  # noqa: F811
+def test_reports_of_two_engines_do_not_mix(make):
     """One cache serves both; whoever polls takes the events of both."""
     extra = {"name": "one-cache-two-engines"}
     a, b = make(extra=extra, recognisable=True), make(extra=extra, recognisable=True)
@@ -137,7 +137,7 @@ def test_reports_of_two_engines_do_not_mix(make):  # noqa: F811
         assert len(reports.planned) == 10
 
 
-def test_what_failed_is_not_tried_for_ever(make):  # noqa: F811
+def test_what_failed_is_not_tried_for_ever(make):
     """Every load of the request fails somewhere. It is preempted again and again, so it
     would ask again and again; but never for what failed, so it comes to an end."""
     rng = random.Random(SEED)
@@ -176,7 +176,7 @@ def test_what_failed_is_not_tried_for_ever(make):  # noqa: F811
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "gone", "swapped"])
-def test_file_that_fails_is_not_asked_for_by_everybody(make, tmp_path, damage):  # noqa: F811
+def test_file_that_fails_is_not_asked_for_by_everybody(make, tmp_path, damage):
     """Between restarts the fourth chunk on disk goes bad."""
     root = tmp_path / "d"
     extra = {"disk_path": str(root), "disk_gib": 0.02, "free_floor_gib": 0, "dirty_gib": 0.02}

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from engine import MAX_LEN
-from test_scheduler import DOC, document, held, make, until, warm  # noqa: F401
+from situations import DOC, document, held, until, warm
 from vllm.v1.request import RequestStatus
 
 LONG = document(70, 1000)
@@ -13,7 +13,7 @@ LONG = document(70, 1000)
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("chunk", [128, 256, 512])
-def test_blocks_and_chunks(make, block, chunk):  # noqa: F811
+def test_blocks_and_chunks(make, block, chunk):
     e = make(block=block, chunk=chunk, blocks=4 * (MAX_LEN // block) + 1, slots=300)
     whole = len(LONG) // chunk * chunk
     warm(e, LONG)
@@ -49,7 +49,7 @@ def test_blocks_and_chunks(make, block, chunk):  # noqa: F811
     assert e.counts["load_tokens"] == n
 
 
-def test_prompt_shorter_than_a_chunk(make):  # noqa: F811
+def test_prompt_shorter_than_a_chunk(make):
     e = make(chunk=256)
     warm(e, document(72, 600))  # so that there are slots
     short = document(73, 200)
@@ -71,7 +71,7 @@ def test_prompt_shorter_than_a_chunk(make):  # noqa: F811
     assert e.counts["load_tokens"] == 256
 
 
-def test_default_minimum(make):  # noqa: F811
+def test_default_minimum(make):
     """Two chunks are loaded, one is not worth a step."""
     e = make(chunk=256, extra={"min_load_tokens": 512})
     warm(e, DOC)
@@ -86,7 +86,7 @@ def test_default_minimum(make):  # noqa: F811
 LENGTH = 100_000
 
 
-def test_prompt_that_streams_through_the_arena(make, tmp_path):  # noqa: F811
+def test_prompt_that_streams_through_the_arena(make, tmp_path):
     """100,000 tokens through an arena that holds 6,144 of them: the load goes through
     it window by window, and every byte of the pages is compared."""
     extra = {"disk_path": str(tmp_path / "d"), "disk_gib": 0.2, "free_floor_gib": 0, "dirty_gib": 0.02}
@@ -115,7 +115,7 @@ def test_prompt_that_streams_through_the_arena(make, tmp_path):  # noqa: F811
     # Again from disk alone, with another request at the same time, and one aborted.
     e = make(extra=extra | {"lookup_wait_s": 20.0}, recognisable=True, **shape | {"blocks": 20_400})
     q = e.add(prompt, 5)
-    until(e, lambda: q.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS, limit=20_000)
+    until(e, lambda: q.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
     other, gone = e.add(prompt[:40_000] + document(75, 900), 5), e.add(prompt[:5000], 5)
     deadline = time.monotonic() + 60
     while gone.request.status == RequestStatus.WAITING and time.monotonic() < deadline:

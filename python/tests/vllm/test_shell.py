@@ -5,8 +5,8 @@ import logging
 
 import pytest
 from engine import Engine
+from situations import DOC, document, step_until_loading, warm
 from test_metrics import Sink
-from test_scheduler import DOC, document, step_until_loading, warm
 from vllm.v1.request import RequestStatus
 
 from kvtier.vllm import connector

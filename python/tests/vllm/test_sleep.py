@@ -6,7 +6,7 @@ import queue
 
 import pytest
 from engine import Engine
-from test_scheduler import DOC, document, held, make, step_until_loading, warm  # noqa: F401
+from situations import DOC, document, held, step_until_loading, warm
 from vllm.v1.engine.core import EngineCoreProc
 
 
@@ -59,7 +59,7 @@ class Core(EngineCoreProc):
         raise AssertionError("never idle")
 
 
-def test_sleep_with_requests_in_every_state(make):  # noqa: F811
+def test_sleep_with_requests_in_every_state(make):
     e = make(sequences=2)
     warm(e)
     core = Core(e)
@@ -89,7 +89,7 @@ def test_sleep_with_requests_in_every_state(make):  # noqa: F811
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_pause_for_new_weights(make, mode):  # noqa: F811
+def test_pause_for_new_weights(make, mode):
     e = make(slots=256)
     warm(e)
     core = Core(e)
@@ -115,7 +115,7 @@ def test_pause_for_new_weights(make, mode):  # noqa: F811
     assert e.counts["load_tokens"] == 576
 
 
-def test_pause_without_clearing_keeps_everything(make):  # noqa: F811
+def test_pause_without_clearing_keeps_everything(make):
     e = make()
     warm(e)
     core = Core(e)
@@ -129,7 +129,7 @@ def test_pause_without_clearing_keeps_everything(make):  # noqa: F811
     assert e.counts["load_tokens"] == 576 and not e.counts["resets"]
 
 
-def test_many_resets_in_a_row(make):  # noqa: F811
+def test_many_resets_in_a_row(make):
     """A training loop that updates weights all the time: every epoch finds its own and
     nothing else, and old epochs leave nothing pinned."""
     e = make(slots=256)

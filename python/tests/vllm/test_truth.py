@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine import Engine, slot_bytes
-from test_scheduler import DOC, document
+from situations import DOC, document
 
 import kvtier
 from kvtier.vllm import diagnosis
