@@ -16,10 +16,6 @@ const (
 	tileMax   = 64
 	tileBytes = 320 << 10
 
-	// From so many bytes of one call on, more than a core has cache of its own, what is
-	// written does not go through the cache.
-	streamBytes = 2 << 20
-
 	// pieceBytes is how much is copied between two looks at the stop flag.
 	pieceBytes = 1 << 20
 )
@@ -87,7 +83,7 @@ func transfer(slot []byte, g Geometry, cols []Columns, ordinal int, clip Span, b
 	for i := range cols {
 		total += (runs[i].end - runs[i].from) * cols[i].width()
 	}
-	if m.stream = canStream && total >= streamBytes; m.stream {
+	if m.stream = vectors && total >= streamBytes; m.stream {
 		defer fence()
 	}
 	for i := range cols {
@@ -169,7 +165,8 @@ type mover struct {
 	stop   *atomic.Bool
 	left   int // bytes until the next look at stop
 	toSlot bool
-	stream bool // so much that nobody finds it in the cache afterwards
+	stream bool // past the cache, see streamBytes
+	carry  carry
 }
 
 // tile is some consecutive tokens of one rank in one block.
@@ -190,6 +187,9 @@ func (m *mover) columns(c *Columns, r run, blocks []uint32, firstBlock int) bool
 		return true
 	}
 	limit := c.tile()
+	if m.stream {
+		limit = m.streamTile(c)
+	}
 	vb, at := r.from/r.block, r.from%r.block
 	t := tile{rowStep: 1, placeStep: 1}
 	stripe := r.stripe
@@ -219,7 +219,7 @@ func (m *mover) columns(c *Columns, r run, blocks []uint32, firstBlock int) bool
 			}
 		}
 		for i := range c.Regions {
-			if !m.region(c, &c.Regions[i], &t) {
+			if !m.region(c, i, &t) {
 				return false
 			}
 		}
@@ -245,20 +245,37 @@ func (c *Columns) width() int {
 	return width
 }
 
-// region copies what one region has of a tile.
-func (m *mover) region(c *Columns, r *Region, t *tile) bool {
-	page := unsafe.Add(r.Base, t.id*r.BlockStride)
-	slot := unsafe.Add(m.slot, c.Offset+r.RowOffset)
-	if t.n*r.Bytes <= pieceBytes && !m.may(t.n*r.Bytes) {
+// addresses are those of a region in the block of the tile and in row 0 of the slot.
+func (m *mover) addresses(c *Columns, r *Region, t *tile) (page, slot unsafe.Pointer) {
+	return unsafe.Add(r.Base, t.id*r.BlockStride), unsafe.Add(m.slot, c.Offset+r.RowOffset)
+}
+
+// direction puts what is written first.
+func (m *mover) direction(page, slot unsafe.Pointer) (dst, src unsafe.Pointer) {
+	if m.toSlot {
+		return slot, page
+	}
+	return page, slot
+}
+
+// region copies what region i has of a tile.
+func (m *mover) region(c *Columns, i int, t *tile) bool {
+	r := &c.Regions[i]
+	whole := t.n*r.Bytes <= pieceBytes
+	if whole && !m.may(t.n*r.Bytes) {
 		return false
 	}
+	if whole && m.stream && m.streamRegion(c, i, t) {
+		return true
+	}
+	page, slot := m.addresses(c, r, t)
 	tokenStride := int(r.TokenStride)
-	for i := range t.nruns {
-		u := &t.runs[i]
+	for j := range t.nruns {
+		u := &t.runs[j]
 		p, s := unsafe.Add(page, u.place*tokenStride), unsafe.Add(slot, u.row*c.RowStride)
 		pageStep, slotStep := t.placeStep*tokenStride, t.rowStep*c.RowStride
 		switch {
-		case t.n*r.Bytes > pieceBytes:
+		case !whole:
 			for k := range u.n {
 				if !m.pieces(unsafe.Add(p, k*pageStep), unsafe.Add(s, k*slotStep), r.Bytes) {
 					return false
@@ -266,25 +283,15 @@ func (m *mover) region(c *Columns, r *Region, t *tile) bool {
 			}
 		case pageStep == r.Bytes && slotStep == r.Bytes:
 			// Without gaps on both sides: one piece.
-			m.rows(p, s, 1, 0, 0, u.n*r.Bytes)
+			dst, src := m.direction(p, s)
+			move(dst, src, u.n*r.Bytes)
+		case m.toSlot:
+			copyRows(s, p, u.n, slotStep, pageStep, r.Bytes)
 		default:
-			m.rows(p, s, u.n, pageStep, slotStep, r.Bytes)
+			copyRows(p, s, u.n, pageStep, slotStep, r.Bytes)
 		}
 	}
 	return true
-}
-
-// rows copies n pieces in the mover's direction.
-func (m *mover) rows(page, slot unsafe.Pointer, n, pageStep, slotStep, width int) {
-	dst, src, dstStep, srcStep := page, slot, pageStep, slotStep
-	if m.toSlot {
-		dst, src, dstStep, srcStep = slot, page, slotStep, pageStep
-	}
-	if m.stream && streams(dst, dstStep, width) {
-		streamRows(dst, src, n, dstStep, srcStep, width)
-	} else {
-		copyRows(dst, src, n, dstStep, srcStep, width)
-	}
 }
 
 // pieces copies one token, or opaque page, of any width.
@@ -294,11 +301,8 @@ func (m *mover) pieces(page, slot unsafe.Pointer, width int) bool {
 		if !m.may(n) {
 			return false
 		}
-		if m.toSlot {
-			move(unsafe.Add(slot, done), unsafe.Add(page, done), n)
-		} else {
-			move(unsafe.Add(page, done), unsafe.Add(slot, done), n)
-		}
+		dst, src := m.direction(unsafe.Add(page, done), unsafe.Add(slot, done))
+		move(dst, src, n)
 		done += n
 	}
 	return true

@@ -40,7 +40,7 @@ func TestPiecesAgainstALoop(t *testing.T) {
 		require.Equal(t, want, dst)
 		if streams(to, dstStep, width) {
 			clear(dst)
-			streamRows(to, from, n, dstStep, srcStep, width)
+			streamRows(to, from, n, dstStep, srcStep, width, nil, 0, false, false)
 			fence()
 			require.Equal(t, want, dst)
 		}
@@ -54,7 +54,7 @@ func TestLargeChunksAgainstTheFormula(t *testing.T) {
 	for _, g := range []Geometry{{D: 1, I: 1, B: 64, C: 128}, {D: 2, I: 1, B: 64, C: 180}, {D: 3, I: 5, B: 15, C: 250}} {
 		a := group{tokensPerRow: 1}
 		width := 0
-		for _, w := range []int{4096, 656, 4096, 432, 6144, 128, 4, 4} {
+		for _, w := range []int{4096, 656, 4096, 432, 1 << 18, 6144, 128, 4, 4} {
 			a.shapes = append(a.shapes, shape{bytes: w, rowOffset: width, gap: 16 * (width / 656 % 2)})
 			width += w
 		}

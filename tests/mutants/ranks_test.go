@@ -19,6 +19,13 @@ var rankMutants = []mutant{
 		pkg:  "dcp", run: "^TestGatherAgainstTheFormula$",
 	},
 	{
+		name: "a page's bytes before the first token are taken for the copy's own",
+		file: "dcp/stream.go",
+		old:  "dense && !first, dense && !last)",
+		new:  "dense, dense && !last)",
+		pkg:  "dcp", run: "^TestLargeChunksAgainstTheFormula$|^TestAnyTopologyToAnyOther$",
+	},
+	{
 		name: "load not clipped at its beginning",
 		file: "dcp/copy.go",
 		old:  "lo, hi := max(start, clip.First), min(start+g.C, clip.First+clip.Tokens)",
