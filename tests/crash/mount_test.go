@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -302,17 +301,23 @@ func TestSlowAndDeadDisks(t *testing.T) {
 		disk := newMemDisk(dir)
 		b := open(t, dir, tier.StoreOptions{FS: disk, CapBytes: 10 * disktest.CostBytes}).scanned()
 		open := disk.holdUnlinks() // all that follows happens while the evictor hangs
-		var newest atomic.Int64
-		for n := range 40 {
+		written := make(chan int, 40)
+		for n := range cap(written) {
 			b.start(n, func(err error) {
 				if err == nil {
-					newest.Store(int64(n))
+					written <- n
 				}
 			})
 		}
 		b.wait("eviction", func() bool { return disk.waiting.Load() == 1 })
-		b.wait("the last that has room", func() bool { return newest.Load() >= 3 })
-		require.NoError(t, b.get(int(newest.Load())), "a read does not wait for eviction")
+		newest := 0 // answers may overtake one another
+		b.wait("the last that has room", func() bool {
+			for len(written) > 0 {
+				newest = max(newest, <-written)
+			}
+			return newest >= 3
+		})
+		require.NoError(t, b.get(newest), "a read does not wait for eviction")
 		b.start(100, func(error) {}) // nor does a put
 		require.Error(t, b.store.Close(200*time.Millisecond))
 		open()
