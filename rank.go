@@ -1,6 +1,7 @@
 package kvtier
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"slices"
@@ -250,6 +251,8 @@ func (r *Rank) columns(v *view, store bool) ([]dcp.Columns, error) {
 		}
 		for _, c := range []dcp.Columns{sharded, whole} {
 			if len(c.Regions) > 0 {
+				// In the order of the row, in which copies can join what lies together there.
+				slices.SortFunc(c.Regions, func(a, b dcp.Region) int { return cmp.Compare(a.RowOffset, b.RowOffset) })
 				out = append(out, c)
 			}
 		}
