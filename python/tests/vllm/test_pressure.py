@@ -1,18 +1,21 @@
 """30 pages of KV, 64 long requests at any time: vLLM's real scheduler, chunked prefill,
-forced preemption, aborts at every stage, resets; with the cache in this process, and
-with a leader elsewhere that is stopped and killed.
+forced preemption, aborts at every stage, resets; with the cache in this process, with
+more documents than DRAM holds and no reset that would keep them from the disk, and with
+a leader elsewhere that is stopped and killed.
 
 Every computed token of every scheduled request is compared in every step (engine.py),
 so is what a load brought. At the end nothing may be held: pages, leases, pins, slots.
 
 ``KVTIER_PRESSURE_SECONDS`` (60, for all tests together; 600 for a long run) says how
 long, ``KVTIER_PRESSURE_SEED`` repeats one seed: the same requests and events, while
-the time that disks and processes take is real."""
+the time that disks and processes take is real. A test goes on until all that it is
+about has happened."""
 
 import os
 import random
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 
 import pytest
 from engine import MAX_LEN, Engine, mix, slot_bytes
@@ -26,18 +29,39 @@ REQUESTS = 64
 LOOKUP_WAIT_S = 0.3
 #: Longer than any test waits: a lease that is left over must not end by itself.
 LEASE_TTL_S = 3600
-#: How long the last requests may take on a slow machine before they count as stuck.
+#: How long the last requests may take on a slow machine before they count as stuck, and
+#: what is rare to happen.
 STUCK_S = 240.0
-DOCUMENTS = 10
+#: What requests share beginnings of; of so many, a fraction fits in DRAM.
+DOCUMENTS, MANY_DOCUMENTS = 10, 60
+
+ABORTS = [
+    "before it was ever scheduled", "while WAITING", "while WAITING_FOR_REMOTE_KVS", "while RUNNING",
+    "while PREEMPTED", "while loading",
+]  # fmt: skip
+#: What has to happen, and how often.
+PRESSURE = dict.fromkeys(["preempted", "loads", "stores", "reset without connector, done"], 1)
+PRESSURE |= {f"abort {when}": 1 for when in ABORTS}
+NEW_WEIGHTS = {"reset with connector, done": 1, "new weights": 1}
+DISK = {"evicted/dram": 1, "disk reads": 50, "disk evicted_self": 50, "tier_tokens/disk": 50 * CHUNK}
+LEADER = dict.fromkeys(["loads", "stores", "wait_timeouts", "leader stopped", "leader killed"], 1)
 
 
 class Crowd:
-    """An engine under pressure."""
+    """An engine under pressure. ``p_reset``: of a reset in each step, ``p_connector``: that
+    it is one of the connector too, after which this engine writes nothing to disk."""
 
-    def __init__(self, engine: Engine, seed: int, p_reset: float = 0.015) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        seed: int,
+        p_reset: float = 0.015,
+        p_connector: float = 0.5,
+        documents: int = DOCUMENTS,
+    ) -> None:
         self.engine, self.scheduler = engine, engine.scheduler
         self.rng = random.Random(seed)
-        self.p_reset = p_reset
+        self.p_reset, self.p_connector, self.documents = p_reset, p_connector, documents
         self.asynchronous = engine.config.scheduler_config.async_scheduling
         self.flight: deque = deque()
         self.aborted: set[str] = set()
@@ -58,7 +82,7 @@ class Crowd:
         new = rng.choice([1, 3, 30, 100])
         n = rng.randrange(200, MAX_LEN - new - 8)
         shared = rng.choice([0, 128, 300, 512, n])
-        prompt = self._text(rng.randrange(DOCUMENTS), min(shared, n))
+        prompt = self._text(rng.randrange(self.documents), min(shared, n))
         prompt += self._text(rng.randrange(1 << 30), n - len(prompt))
         q = self.engine.add(prompt, new)
         self.counts["requests"] += 1
@@ -88,10 +112,13 @@ class Crowd:
                 r = rng.choice(found)
                 self.abort(self.engine.sequences[r.request_id], f"while {state.name}")
         if rng.random() < self.p_reset:
-            self.reset(rng.random() < 0.7, rng.random() < 0.5)
+            self.reset(rng.random() < 0.7, rng.random() < self.p_connector, rng.random() < 0.5)
 
-    def reset(self, running: bool, connector: bool) -> None:
-        """With running requests it preempts them all."""
+    def reset(self, running: bool, connector: bool, paused: bool) -> None:
+        """With running requests it preempts them all. ``paused``: after the steps that are
+        under way, as vLLM does it when weights change; with them their pages are in use."""
+        while paused and self.flight:
+            self.engine.update(*self.flight.popleft())
         try:
             ok = self.scheduler.reset_prefix_cache(running, connector)
         except RuntimeError:
@@ -99,8 +126,31 @@ class Crowd:
         self.counts[f"reset {'with' if connector else 'without'} connector, {'done' if ok else 'refused'}"] += 1
         if ok and connector and not self.flight:
             self.engine.weights += 1
+            self.counts["new weights"] += 1
 
     # ---- steps
+
+    def press(self, seconds: float, wanted: dict[str, int], between: Callable[[], None] = lambda: None) -> None:
+        """Goes on for so long, and then until all of ``wanted`` has happened."""
+        now = time.monotonic()
+        enough, late = now + seconds, now + seconds + STUCK_S
+        while True:
+            for _ in range(50):
+                self.events()
+                self.step()
+                between()
+            if (now := time.monotonic()) < enough:
+                continue
+            missing = {what: n for what, least in wanted.items() if (n := self.happened(what)) < least}
+            if not missing:
+                return
+            assert now < late, f"it was no pressure: {missing} and {dict(self.counts)}"
+
+    def happened(self, what: str) -> int:
+        """Counted by the crowd, the connector, or the disk."""
+        if what.startswith("disk "):
+            return self.engine.cache.stats()["leader"]["disk"][what.removeprefix("disk ")]
+        return self.counts[what] + self.engine.counts[what]
 
     def step(self) -> None:
         e = self.engine
@@ -215,22 +265,27 @@ def test_pressure(tmp_path, capsys, asynchronous):
     e = engine(disk(tmp_path, 80), async_scheduling=asynchronous)
     try:
         crowd = Crowd(e, SEED)
-        end = time.monotonic() + SECONDS / 4
-        while time.monotonic() < end:
-            crowd.events()
-            crowd.step()
+        crowd.press(SECONDS / 6, PRESSURE | NEW_WEIGHTS)
         crowd.drain()
         crowd.verdict()
         show(capsys, crowd, SEED)
-        if crowd.counts["steps"] > 4000:
-            for what in (
-                "preempted",
-                "abort before it was ever scheduled",
-                "abort while WAITING",
-                "abort while loading",
-            ):
-                assert crowd.counts[what], f"no {what}: it was no pressure"
-            assert e.counts["loads"] and e.counts["stores"]
+    except BaseException:
+        print(f"KVTIER_PRESSURE_SEED={SEED}")
+        raise
+    finally:
+        e.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_pressure_on_the_disk(tmp_path, capsys, asynchronous):
+    """What is found was evicted from DRAM before, and the disk has to evict as well."""
+    e = engine(disk(tmp_path, 160), async_scheduling=asynchronous)
+    try:
+        crowd = Crowd(e, SEED, p_connector=0.0, documents=MANY_DOCUMENTS)
+        crowd.press(SECONDS / 6, PRESSURE | DISK)
+        crowd.drain()
+        crowd.verdict()
+        show(capsys, crowd, SEED)
     except BaseException:
         print(f"KVTIER_PRESSURE_SEED={SEED}")
         raise
@@ -253,15 +308,14 @@ def test_pressure_while_the_leader_is_stopped_and_killed(tmp_path, capsys, async
     leader = LeaderProcess(settings)
     e = engine(settings | {"role": "member"}, async_scheduling=asynchronous)
     try:
-        crowd = Crowd(e, SEED, p_reset=0.01)
-        end = time.monotonic() + SECONDS / 4
+        # A new leader has what is on disk, if no reset has kept it from there.
+        crowd = Crowd(e, SEED, p_reset=0.01, p_connector=0.0 if asynchronous else 0.5)
         state = "well"
-        while time.monotonic() < end:
-            crowd.events()
-            crowd.step()
+
+        def disturb() -> None:
+            nonlocal leader, state
             if rng.random() > 0.02:
-                continue
-            crowd.counts[f"leader was {state}"] += 1
+                return
             if state == "stopped":
                 leader.go_on()
                 state = "well"
@@ -272,6 +326,10 @@ def test_pressure_while_the_leader_is_stopped_and_killed(tmp_path, capsys, async
                 leader.kill()
                 missed(crowd)
                 leader, state = LeaderProcess(settings), "well"
+                crowd.counts["leader killed"] += 1
+            crowd.counts[f"leader {state}"] += 1
+
+        crowd.press(SECONDS / 6, LEADER, disturb)
         # The crowd drains without a leader that answers.
         leader.stop()
         loads = e.counts["loads"]
