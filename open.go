@@ -123,12 +123,13 @@ func (c *Cache) lead() (bool, string) {
 	return true, ""
 }
 
-// watchRoot returns when the Cache is closed, or when the lock that it holds is not
-// that of the root any more.
+// watchRoot returns when the Cache is closed, or when the lock that it holds will never
+// again be that of the root. While the root is away, as when its file system is
+// unmounted, what is in DRAM stays of use, and the disk tier comes back by itself.
 func (c *Cache) watchRoot() {
 	tick := time.NewTicker(c.rootCheck)
 	defer tick.Stop()
-	for c.root.StillLocked() {
+	for c.root.Place() != tier.Gone {
 		select {
 		case <-tick.C:
 		case <-c.closing:

@@ -53,6 +53,7 @@ type breaker struct {
 	next   time.Duration
 	back   time.Time // when the tier came back last
 	trial  bool      // came back and nothing has succeeded yet: one error is enough
+	away   bool      // the root is not at its path: time alone does not bring it back
 	dead   bool      // never comes back
 	trips  uint64
 	slow   [latencies]bool // ring: was that read slow
@@ -137,12 +138,40 @@ func (b *breaker) took(d time.Duration) bool {
 func (b *breaker) tick(now time.Time) (back bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if !b.off.Load() || b.dead || now.Before(b.until) {
+	if !b.off.Load() || b.away || b.dead || now.Before(b.until) {
 		return false
 	}
 	b.back, b.trial = now, true
 	b.off.Store(false)
 	return true
+}
+
+// leave switches off until comeBack, and reports whether it was this call that did it.
+func (b *breaker) leave() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	was := b.away || b.dead
+	b.away = true
+	b.off.Store(true)
+	return !was
+}
+
+// comeBack ends leave. What the disk did before counts no more.
+func (b *breaker) comeBack(now time.Time) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.dead {
+		return
+	}
+	b.away, b.trial, b.back = false, false, now
+	b.errors = b.errors[:0]
+	b.off.Store(false)
+}
+
+func (b *breaker) isAway() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.away && !b.dead
 }
 
 // kill switches off for good, and reports whether it was this call that did it.

@@ -180,7 +180,7 @@ func TestBudgetWithoutRoomDropsInTime(t *testing.T) {
 		err = h.put(n)
 	}
 	require.ErrorIs(t, err, ErrNoRoom)
-	require.Positive(t, h.store.Stats().Dropped["room"])
+	require.Positive(t, h.store.Stats().Postponed["room"])
 	for i := range n - 1 {
 		require.NoError(t, h.get(i), "held")
 	}
@@ -280,12 +280,12 @@ func TestFullFileSystem(t *testing.T) {
 	require.NoError(t, h.put(10))
 	require.Less(t, h.disk.Count(), 11)
 	require.False(t, h.disk.Has(shelfKey(0)))
-	// Full for good: dropped, and for a moment nothing is tried.
+	// Full for good: postponed, and for a moment nothing is tried.
 	fs.set(failing("write", syscall.ENOSPC))
 	require.ErrorIs(t, h.put(11), ErrNoRoom)
 	require.Error(t, h.put(12))
-	require.Equal(t, map[string]uint64{"room": 1}, h.store.Stats().Dropped, "it was tried")
-	require.Equal(t, map[string]uint64{"room": 1}, h.store.Stats().Postponed, "it comes again")
+	require.Empty(t, h.store.Stats().Dropped, "what is offered again is not lost")
+	require.Equal(t, map[string]uint64{"room": 2}, h.store.Stats().Postponed, "one was tried, one was not taken")
 	require.Equal(t, "on", h.store.Stats().State, "reads are not to suffer")
 	require.NoError(t, h.get(10))
 	require.Empty(t, disktest.Files(t, dir, ".tmp"))

@@ -84,8 +84,16 @@ func (s *Store) unlinkEntry(v removal, evicted bool) {
 	if !current {
 		return
 	}
+	if !s.own() {
+		s.keepEntry(v, evicted)
+		return
+	}
 	err := s.fs.Unlink(v.dir.filePath(v.key))
 	gone := absent(err) || foreign(err)
+	if gone && !s.own() {
+		s.keepEntry(v, evicted)
+		return
+	}
 	if err != nil && !gone {
 		s.keepEntry(v, evicted)
 		s.diskError("unlink "+chunk.FileName(v.key), err)

@@ -69,6 +69,13 @@ func (l *lanes) open() {
 	l.mu.Unlock()
 }
 
+// shut makes writes wait for open. What runs goes on.
+func (l *lanes) shut() {
+	l.mu.Lock()
+	l.gate = false
+	l.mu.Unlock()
+}
+
 // next waits for the next job of a lane; nil when the lanes have stopped. The lane
 // calls finish after it.
 func (l *lanes) next(q *laneQueue, lane int) laneJob {

@@ -107,7 +107,7 @@ func (d *Disk) read(k chunk.Key, dst, page []byte) (ReadResult, error) {
 		return ReadResult{}, d.judged(k, err)
 	}
 	s.count.inc(s.count.corrupt, second.reason)
-	if first.file.SameFile(&second.file) {
+	if first.file.SameFile(&second.file) && s.own() {
 		if err := s.unlinkProved(d.dir, k, &second.file); err != nil {
 			s.diskError("unlink "+chunk.FileName(k), err)
 		}
@@ -178,6 +178,9 @@ func (d *Disk) judged(k chunk.Key, err error) error {
 // something else in the place of it.
 func (d *Disk) vanished(k chunk.Key) bool {
 	s := d.s
+	if !s.own() {
+		return false
+	}
 	stripe := &d.dir.stripes[k[0]]
 	stripe.Lock()
 	defer stripe.Unlock()

@@ -157,15 +157,14 @@ func (s *Store) flushTouches(deadline time.Time, all bool) {
 
 // writeTouch sets one mtime; false when the disk is off, or goes off by it.
 func (s *Store) writeTouch(w removal) bool {
+	if !s.ok() || !s.own() {
+		return false
+	}
 	s.mu.Lock()
 	e := w.dir.index.find(w.key)
 	if e == nil || e.has(entryUnlinking) || s.abandoned {
 		s.mu.Unlock()
 		return true
-	}
-	if !s.ok() {
-		s.mu.Unlock()
-		return false
 	}
 	e.flags &^= entryTouched | entryInQueue
 	e.touched = uint32(s.now().Unix())
@@ -228,13 +227,14 @@ func (s *Store) keep() {
 			return
 		case <-tick.C:
 		}
-		if !s.root.StillLocked() {
-			s.broken(errLostRoot)
-			return
-		}
-		if !s.ok() {
+		if s.breaker.isAway() {
+			s.comeBack()
 			continue
 		}
+		if !s.own() || !s.ok() {
+			continue
+		}
+		s.lookForRoom()
 		s.lookAtFree()
 		s.dropLeftovers()
 		s.flushTouches(time.Now().Add(s.o.Tick), false)

@@ -140,8 +140,7 @@ func openRoot(path string) (*Root, error) {
 	if err != nil {
 		return nil, fmt.Errorf("root %s: %w", path, err)
 	}
-	raw := id.Sys().(*syscall.Stat_t)
-	r := &Root{path: path, id: sys.Stat{Dev: uint64(raw.Dev), Ino: raw.Ino}}
+	r := &Root{path: path, id: *statID(id)}
 	if r.file, err = loadRootFile(path); err != nil {
 		return nil, err
 	}
@@ -153,6 +152,12 @@ func openRoot(path string) (*Root, error) {
 		return nil, fmt.Errorf("root %s: %w", path, err)
 	}
 	return r, nil
+}
+
+// statID is what tells one file from another, and nothing else of it.
+func statID(info os.FileInfo) *sys.Stat {
+	raw := info.Sys().(*syscall.Stat_t)
+	return &sys.Stat{Dev: uint64(raw.Dev), Ino: raw.Ino}
 }
 
 // makeOwnDir makes a directory with its parents, or checks that the one that is

@@ -97,19 +97,72 @@ func (r *Root) TryLock() (ok bool, holder string, err error) {
 	return true, "", nil
 }
 
-// StillLocked reports whether the lock file by which this Root leads still
-// stands in its directory. When somebody deleted the directory under a running
-// leader, another process can lead a new one at the same path.
-func (r *Root) StillLocked() bool {
+// Place says where the lock file is by which a Root leads.
+type Place int
+
+const (
+	// InPlace: in the directory that the path names.
+	InPlace Place = iota
+	// Away: the path leads to nothing or to something else. The file system was
+	// unmounted, or one is mounted over it, or the directory was moved. It may come
+	// back as it was, for the lock keeps everybody else from leading there.
+	Away
+	// Gone: deleted, or taken out of the directory, so that another process can
+	// lead at the path. It does not come back.
+	Gone
+)
+
+// Place looks where the root of this leader is; Gone for a Root that does not lead.
+func (r *Root) Place() Place {
 	r.mu.Lock()
-	locked := r.locked
+	locked, lock := r.locked, r.lock
 	leads := r.session != 0 && !r.closed
 	r.mu.Unlock()
 	if !leads {
-		return false
+		return Gone
 	}
-	same, err := isLockFile(r.path, &locked) // no lock is held: the disk may hang
-	return err != nil || same                // an error proves nothing
+	// No mutex is held: the disk may hang.
+	if same, err := isLockFile(r.path, &locked); err != nil || same {
+		return InPlace // an error proves nothing
+	}
+	if st, err := lock.file.Stat(); err == nil && st.Links == 0 {
+		return Gone
+	}
+	if st, err := os.Stat(r.path); err == nil && r.id.SameFile(statID(st)) {
+		// It may have come back between the two looks.
+		if same, err := isLockFile(r.path, &locked); err != nil || same {
+			return InPlace
+		}
+		return Gone
+	}
+	return Away
+}
+
+// StillLocked reports whether the lock file by which this Root leads stands in its
+// place.
+func (r *Root) StillLocked() bool { return r.Place() == InPlace }
+
+// confirmLock makes sure of the lock after the file was away. It is false when
+// another process has it.
+func (r *Root) confirmLock() (bool, error) {
+	r.mu.Lock()
+	lock, leads := r.lock, r.session != 0 && !r.closed
+	r.mu.Unlock()
+	if !leads {
+		return false, nil
+	}
+	return lock.file.TryLock() // no change for who has it
+}
+
+// found says for people what the path of a root leads to that is away.
+func (r *Root) found() string {
+	if _, err := os.Stat(r.path); err != nil {
+		return "no directory"
+	}
+	if _, err := sys.Lstat(filepath.Join(r.path, lockFileName)); err == nil {
+		return "another cache"
+	}
+	return "another directory"
 }
 
 // useLock needs processLocks locked.
@@ -157,7 +210,7 @@ func (p *processLock) openFile(root string) error {
 // isLockFile reports whether the name of the lock file still means that file.
 func isLockFile(root string, file *sys.Stat) (bool, error) {
 	now, err := sys.Lstat(filepath.Join(root, lockFileName))
-	if absent(err) {
+	if absent(err) || foreign(err) {
 		return false, nil
 	}
 	if err != nil {

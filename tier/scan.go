@@ -15,6 +15,8 @@ const (
 	// scanList as a unit of work is the namespace's directory itself, which tells
 	// what subdirectories there are; the others are the number of a subdirectory.
 	scanList = 256
+	// scanKnown is the chunks that are known: see recount.
+	scanKnown = 257
 )
 
 // scan works through the directories until every one is known.
@@ -37,8 +39,18 @@ func (s *Store) scan() {
 	}
 }
 
+// startScan starts what works through the directories.
+func (s *Store) startScan() {
+	for range scanners {
+		s.spawn("disk scan", s.scan)
+	}
+}
+
 // nextUnit prefers namespaces in use. Needs mu.
 func (s *Store) nextUnit() (*namespaceDir, int, bool) {
+	if s.breaker.isAway() {
+		return nil, 0, false
+	}
 	var pick *namespaceDir
 	for _, n := range s.dirs {
 		if len(n.todo) > 0 && (pick == nil || pick.disk == nil && n.disk != nil) {
@@ -95,8 +107,11 @@ func (s *Store) retryScan() {
 }
 
 func (s *Store) scanUnit(n *namespaceDir, unit int) error {
-	if unit == scanList {
+	switch unit {
+	case scanList:
 		return s.scanTop(n)
+	case scanKnown:
+		return s.recount(n)
 	}
 	sub := subName(unit)
 	dir := filepath.Join(n.path, sub)
@@ -110,7 +125,7 @@ func (s *Store) scanUnit(n *namespaceDir, unit int) error {
 	if err := s.countDir(n, unit); err != nil && !absent(err) {
 		return err
 	}
-	if len(names) == 0 {
+	if len(names) == 0 && s.own() {
 		n.stripes[unit].Lock()
 		s.dropEmptyDir(n, unit)
 		n.stripes[unit].Unlock()
@@ -124,9 +139,9 @@ func (s *Store) scanUnit(n *namespaceDir, unit int) error {
 			}
 			continue
 		}
-		if _, session, _, ok := chunk.ParseTempName(name); !ok {
+		if _, session, number, ok := chunk.ParseTempName(name); !ok {
 			s.count.inc(s.count.rejected, "name")
-		} else if session != s.session {
+		} else if session != s.session || number <= s.deadTemps.Load() {
 			if err := s.sweep(filepath.Join(dir, name)); err != nil {
 				return err
 			}
@@ -138,12 +153,15 @@ func (s *Store) scanUnit(n *namespaceDir, unit int) error {
 func (s *Store) scanTop(n *namespaceDir) error {
 	names, err := s.fs.ReadNames(n.path)
 	if absent(err) {
-		return nil // removed since the root was listed
+		return s.recountDirs(n) // removed since the root was listed
 	}
 	if err != nil {
 		return err
 	}
 	if err := s.countDir(n, scanList); err != nil {
+		return err
+	}
+	if err := s.recountDirs(n); err != nil {
 		return err
 	}
 	var units []int
@@ -171,10 +189,25 @@ func (s *Store) scanTop(n *namespaceDir) error {
 	return nil
 }
 
+// recountDirs looks for subdirectories that were counted and are gone.
+func (s *Store) recountDirs(n *namespaceDir) error {
+	for unit := range n.dirBytes {
+		s.mu.Lock()
+		counted := n.dirBytes[unit] != 0
+		s.mu.Unlock()
+		if counted {
+			if err := s.countDir(n, unit); err != nil && !absent(err) {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
 // sweep removes a temp file. Whoever has the lock owns all of them, and no session
 // but this one is alive.
 func (s *Store) sweep(path string) error {
-	if s.left() {
+	if s.left() || !s.own() {
 		return nil
 	}
 	err := s.fs.Unlink(path)
@@ -199,11 +232,11 @@ func (s *Store) countDir(n *namespaceDir, unit int) error {
 		path = filepath.Join(path, subName(unit))
 	}
 	st, err := s.fs.Lstat(path)
-	if err != nil {
+	if err != nil && !absent(err) {
 		return err
 	}
-	bytes := st.Allocated
-	if unit == scanList {
+	gone, bytes := err, st.Allocated // 0 when it is gone
+	if unit == scanList && gone == nil {
 		for _, name := range []string{sidecarName, sidecarTemp} {
 			st, err := s.fs.Lstat(filepath.Join(n.path, name))
 			if err != nil && !absent(err) {
@@ -216,7 +249,7 @@ func (s *Store) countDir(n *namespaceDir, unit int) error {
 	s.budget.add(bytes - n.dirBytes[unit])
 	n.dirBytes[unit] = bytes
 	s.mu.Unlock()
-	return nil
+	return gone
 }
 
 // adopt makes the file of a key known, if there is one and if it is not known yet.
@@ -380,7 +413,7 @@ func (s *Store) judgeSize(n *namespaceDir, k chunk.Key) error {
 	if err != nil {
 		return err
 	}
-	if again.SameFile(&st) && again.Size == st.Size && st.Size != n.disk.layout.FileBytes {
+	if again.SameFile(&st) && again.Size == st.Size && st.Size != n.disk.layout.FileBytes && s.own() {
 		s.count.inc(s.count.rejected, "size")
 		return s.unlinkProved(n, k, &st)
 	}

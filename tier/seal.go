@@ -2,6 +2,7 @@ package tier
 
 import (
 	"encoding/binary"
+	"errors"
 	"runtime"
 	"slices"
 	"time"
@@ -162,7 +163,7 @@ func (s *Space) unwritten(r Ref) bool {
 // offerBacklog offers waiting chunks, oldest first, until one is not taken.
 func (s *Space) offerBacklog() {
 	for len(s.backlog) > 0 {
-		if r := s.backlog[0]; s.unwritten(r) && !s.offer(r.Slot) {
+		if r := s.backlog[0]; s.unwritten(r) && (s.noRoom || !s.offer(r.Slot)) {
 			s.offerLater()
 			return
 		}
@@ -182,7 +183,7 @@ func (s *Space) offerLater() {
 		defer s.guard("a late offer to the disk tier")
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		s.waiting = false
+		s.waiting, s.noRoom = false, false
 		if !s.stopped.Load() {
 			s.offerBacklog()
 		}
@@ -199,7 +200,8 @@ func (s *Space) Draining() bool {
 	return s.counts[Sealing] > 0 || len(s.backlog) > 0 && s.writing > 0
 }
 
-// written is called once on a lane of the disk tier when a write has ended.
+// written is called once on a lane of the disk tier when a write has ended. A chunk that
+// found no room, or a tier that was switched off, waits as one does that was not taken.
 func (s *Space) written(r Ref, err error) {
 	defer s.guard("the end of a disk write")
 	s.mu.Lock()
@@ -214,6 +216,9 @@ func (s *Space) written(r Ref, err error) {
 		s.setDurability(r.Slot, clean)
 	}
 	s.leave(r.Slot, writer)
+	if s.noRoom = errors.Is(err, ErrNoRoom); postponed(err) && s.unwritten(r) {
+		s.backlog = append(s.backlog, r)
+	}
 	s.offerBacklog()
 }
 

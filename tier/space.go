@@ -93,6 +93,7 @@ type Space struct {
 	stalledUntil time.Time
 	sealing      []Ref // waiting for a worker
 	waiting      bool  // the backlog will be offered again after a while
+	noRoom       bool  // the last write found none: nothing is offered before
 	backlog      []Ref // READY, dirty and postponed by the disk tier; oldest first, some may be gone
 	dirty        int
 	writing      int

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"log/slog"
 	"path/filepath"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,13 +15,8 @@ import (
 )
 
 const (
-	// roomWait bounds how long a write waits for eviction to make room.
-	roomWait = 5 * time.Second
 	// scanRetry is when a directory that could not be read is tried again.
 	scanRetry = 10 * time.Second
-	// fullPause is how long nothing is written after the file system was full and
-	// eviction did not help.
-	fullPause = time.Second
 	// directorySlack is reserved beside a file for its directory: a new one, or one
 	// more block of entries.
 	directorySlack = 8192
@@ -92,11 +86,14 @@ type Store struct {
 	breaker *breaker
 	count   *diskCounters
 
-	opening sync.Mutex // one Namespace call at a time
+	opening   sync.Mutex    // one Namespace call at a time
+	presence  sync.Mutex    // over the going and the return of the root; after opening and stripes, before mu
+	deadTemps atomic.Uint64 // temp files of this session up to that number belong to no write
 
 	mu        sync.Mutex
 	changed   *sync.Cond // budget, queues, scan or closing have changed
 	budget    budget
+	beside    int64 // of budget.used: what lies in the root beside the namespaces
 	dirs      []*namespaceDir
 	writing   *namespaceDir // the last one that was written: its evictions are its own
 	dirty     int64         // payload bytes queued or being written
@@ -105,8 +102,7 @@ type Store struct {
 	unlinking bool      // eviction is at a file
 	touches   []removal // keys whose mtime is to be written
 	answers   []func()
-	fullUntil time.Time
-	fullSaid  bool
+	room      room
 	starved   bool // eviction found nothing to take
 	uses      useRun
 	lastUse   int64       // of useTime
@@ -197,45 +193,6 @@ func OpenStore(r *Root, o StoreOptions) (*Store, error) {
 	return s, nil
 }
 
-// list finds the namespaces below the root and counts what lies beside them.
-func (s *Store) list() error {
-	names, err := s.fs.ReadNames(s.root.path)
-	if err != nil {
-		return err
-	}
-	for _, name := range append(names, ".") {
-		path := filepath.Join(s.root.path, name)
-		if strings.HasPrefix(name, rootFileName+".") && strings.HasSuffix(name, rootTempTail) {
-			// A process that made the root died here, or is at it and tries again.
-			if err := s.fs.Unlink(path); err == nil {
-				s.count.add(&s.count.swept, 1)
-			}
-			continue
-		}
-		prefix, isDir := chunk.ParseDirName(name)
-		if !isDir && name != "." && name != rootFileName && name != lockFileName && name != runDirName {
-			continue
-		}
-		st, err := s.fs.Lstat(path)
-		if err != nil {
-			return err
-		}
-		if isDir && st.Directory() {
-			n := newNamespaceDir(s.root.path, name, prefix)
-			n.todo, n.left = []int{scanList}, 1
-			if err := s.fs.Unlink(filepath.Join(n.path, sidecarTemp)); err == nil {
-				s.count.add(&s.count.swept, 1)
-			}
-			s.dirs = append(s.dirs, n)
-			continue
-		}
-		if !isDir {
-			s.budget.used += st.Allocated
-		}
-	}
-	return nil
-}
-
 func (s *Store) start() {
 	for i := range s.o.ReadLanes {
 		s.spawn("disk read lane", func() { s.lane(&s.lanes.reads, i) })
@@ -243,9 +200,7 @@ func (s *Store) start() {
 	for i := range s.o.WriteLanes {
 		s.spawn("disk write lane", func() { s.lane(&s.lanes.writes, i) })
 	}
-	for range scanners {
-		s.spawn("disk scan", s.scan)
-	}
+	s.startScan()
 	s.spawn("disk eviction", s.evict)
 	s.spawn("disk watch", s.watch)
 	s.spawn("disk housekeeping", s.keep)
@@ -277,7 +232,7 @@ func (s *Store) spawn(name string, fn func()) {
 }
 
 // broken switches the tier off for good: a part of it has panicked, or its
-// directory is no longer its own.
+// directory is no longer its own (see lost for one that may come back).
 func (s *Store) broken(err error) {
 	if s.breaker.kill() {
 		s.log.Error("disk tier is off until restart", "root", s.root.path, "cause", err)
@@ -412,6 +367,9 @@ func (s *Store) Namespace(ns *chunk.Namespace) (*Disk, error) {
 	s.mu.Unlock()
 	if n != nil && n.disk != nil {
 		return n.disk, nil // set under opening only
+	}
+	if !s.own() {
+		return nil, fmt.Errorf("namespace %s: %w", chunk.DirName(ns.Model, fp), ErrOff)
 	}
 	made := false
 	if n == nil {

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
-	"time"
 
 	"github.com/kvtier/kvtier/internal/chunk"
 	"github.com/kvtier/kvtier/internal/sys"
@@ -59,7 +58,7 @@ func (d *Disk) Write(w WriteJob) bool {
 		pending.dones = append(pending.dones, w.Done)
 		s.count.add(&s.count.present, 1)
 		return true
-	case s.now().Before(s.fullUntil):
+	case s.room.refuses(s.now(), s.dirty):
 		why = "room"
 	case s.dirty > 0 && s.dirty+bytes > s.o.DirtyBytes:
 		why = "dirty"
@@ -85,7 +84,7 @@ func (d *Disk) Write(w WriteJob) bool {
 func (j *writeJob) size() int64 { return int64(len(j.w.Payload)) }
 
 func (j *writeJob) refuse(err error) {
-	j.d.s.count.inc(j.d.s.count.dropped, dropName(err))
+	j.d.s.notWritten(err)
 	j.end(err)
 }
 
@@ -113,31 +112,50 @@ func (j *writeJob) run(page []byte) {
 		s.count.add(&s.count.writeBytes, uint64(j.d.layout.FileBytes))
 		return
 	}
-	s.count.inc(s.count.dropped, dropName(err))
+	s.notWritten(err)
 }
+
+// notWritten counts a write that did not bring its chunk to disk.
+func (s *Store) notWritten(err error) {
+	if name := dropName(err); postponed(err) {
+		s.count.inc(s.count.postponed, name)
+	} else {
+		s.count.inc(s.count.dropped, name)
+	}
+}
+
+// postponed reports that a write failed for what will pass, whatever the chunk: it is
+// worth to be offered again.
+func postponed(err error) bool { return errors.Is(err, ErrNoRoom) || errors.Is(err, ErrOff) }
 
 func (j *writeJob) write(page []byte) error {
 	d, s := j.d, j.d.s
 	if !s.ok() {
 		return ErrOff
 	}
+	if s.pausing() { // since it was queued
+		return ErrNoRoom
+	}
 	need := d.layout.FileBytes + directorySlack
 	s.lookAtFree()
 	for again := false; ; again = true {
 		if err := s.reserve(d.dir, need); err != nil {
+			s.noRoom(err)
 			return err
 		}
 		took, err := j.publish(page)
 		s.mu.Lock()
 		s.budget.settle(need, took)
 		if err == nil {
-			s.fullSaid = false
+			s.room = room{}
 		}
 		s.changed.Broadcast()
 		s.mu.Unlock()
 		switch {
 		case err == nil, errors.Is(err, ErrRemoved), errors.Is(err, ErrOff), errors.Is(err, ErrClosed):
 			return err
+		case (foreign(err) || absent(err)) && !s.own():
+			return ErrOff
 		case foreign(err), absent(err): // somebody has cleared or replaced things meanwhile
 			s.count.inc(s.count.errors, errnoName(err))
 			return fmt.Errorf("%w: %w", ErrIO, err)
@@ -147,75 +165,10 @@ func (j *writeJob) write(page []byte) error {
 		}
 		s.count.inc(s.count.errors, errnoName(err))
 		if again {
-			s.full(err)
+			s.full(need, err)
 			return fmt.Errorf("%w: %w", ErrNoRoom, err)
 		}
 		s.makeRoom(need)
-	}
-}
-
-// reserve takes bytes of the budget, waiting for eviction if it must.
-func (s *Store) reserve(n *namespaceDir, bytes int64) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.writing = n
-	s.budget.wanted += bytes
-	s.starved = false
-	s.changed.Broadcast()
-	got := false
-	s.waitLocked(roomWait, func() bool {
-		got = s.budget.reserve(bytes)
-		return got || s.starved || s.ending || !s.ok()
-	})
-	s.budget.wanted -= bytes
-	s.changed.Broadcast()
-	switch {
-	case got:
-		return nil
-	case !s.ok():
-		return ErrOff
-	case s.ending:
-		return ErrClosed
-	}
-	return ErrNoRoom
-}
-
-// makeRoom has eviction free bytes because the file system is full, whatever the
-// budget says.
-func (s *Store) makeRoom(bytes int64) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.budget.owed += bytes
-	s.starved = false
-	s.changed.Broadcast()
-	s.waitLocked(roomWait, func() bool {
-		return s.budget.owed <= 0 || s.starved || s.ending || !s.ok()
-	})
-}
-
-// full stops writes for a moment, and says so once until one succeeds.
-func (s *Store) full(err error) {
-	s.mu.Lock()
-	said := s.fullSaid
-	s.fullSaid = true
-	s.fullUntil = s.now().Add(fullPause)
-	s.mu.Unlock()
-	if !said {
-		s.log.Warn("file system of the disk tier is full, chunks are dropped", "root", s.root.path, "cause", err)
-	}
-}
-
-// waitLocked waits for cond, at most for d. Needs mu.
-func (s *Store) waitLocked(d time.Duration, cond func() bool) {
-	deadline := time.Now().Add(d)
-	alarm := time.AfterFunc(d, func() {
-		s.mu.Lock()
-		s.changed.Broadcast()
-		s.mu.Unlock()
-	})
-	defer alarm.Stop()
-	for !cond() && time.Now().Before(deadline) {
-		s.changed.Wait()
 	}
 }
 
@@ -229,6 +182,9 @@ func (j *writeJob) publish(page []byte) (took int64, err error) {
 	s.mu.Unlock()
 	if removed {
 		return 0, ErrRemoved
+	}
+	if !s.own() {
+		return 0, ErrOff
 	}
 	footer := d.layout.Footer()
 	footer.Key, footer.Fingerprint, footer.Parent = k, d.fingerprint, j.w.Parent
@@ -263,8 +219,7 @@ func (d *Disk) makeDirs(k chunk.Key) error {
 	stripe := &d.dir.stripes[k[0]]
 	stripe.Lock()
 	defer stripe.Unlock()
-	if !s.root.StillLocked() { // unmounted perhaps: what is made here now is not on our disk
-		s.broken(errLostRoot)
+	if !s.own() { // what is made here now is not on our disk
 		return ErrOff
 	}
 	for _, dir := range []string{d.dir.path, d.dir.subPath(k)} {

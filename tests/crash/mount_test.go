@@ -244,7 +244,7 @@ func TestUnmountedUnderTheTier(t *testing.T) {
 	require.Error(t, b.get(1))
 	require.Error(t, b.put(2))
 	require.Error(t, b.put(1))
-	require.Equal(t, "dead", b.store.Stats().State)
+	require.Equal(t, "off", b.store.Stats().State)
 	require.NoError(t, b.store.Close(patience))
 	require.NoError(t, b.root.Close())
 	entries, err := os.ReadDir(root)
