@@ -371,15 +371,16 @@ class Engine:
         self.update(output, self.execute(output, todo))
         return output
 
-    def run(self, limit: int = 3000) -> None:
+    def run(self, limit_s: float = 120.0) -> None:
         """Until all requests are done."""
-        for _ in range(limit):
-            if not self.scheduler.has_requests() and not self.scheduler.requests:
-                return
+        end = time.monotonic() + limit_s
+        while self.scheduler.has_requests() or self.scheduler.requests:
             output = self.step()
             if not output.num_scheduled_tokens:
                 time.sleep(0.001)  # as the engine core does
-        raise AssertionError(f"does not end: {[r.status.name for r in self.scheduler.requests.values()]}")
+            if time.monotonic() > end:
+                live = [r.status.name for r in self.scheduler.requests.values()]
+                raise AssertionError(f"does not end: {live}")
 
     def _forward(self, todo) -> dict[str, list[int]]:
         """Checks the computed tokens, writes the new ones, samples."""

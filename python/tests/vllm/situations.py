@@ -6,13 +6,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
+import numpy.typing as npt
 from engine import Engine, Sequence, mix
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvtier.vllm.keychain import KeyChain
+from kvtier.vllm.tracked import Tracked
 
 #: For what ends by itself in a moment, on a machine that has other things to do.
 LIMIT_S = 60.0
@@ -39,12 +41,12 @@ def document(seed: int, n: int) -> list[int]:
 DOC = document(1, 600)
 
 
-def warm(e: Engine, doc: list[int] | None = None, max_new: int = 4) -> None:
+def warm(e: Engine, doc: list[int] | None = None, max_new: int = 4, **kw) -> None:
     """Computes a document, stores it, and empties the engine's own cache. Slots come
-    in the background, so it may take a second offer."""
+    in the background, so it may take a second offer. ``kw`` is for Engine.add."""
     doc = DOC if doc is None else doc
     for _ in attempts(0.05):
-        e.add(doc, max_new)
+        e.add(doc, max_new, **kw)
         e.run()
         e.scheduler.reset_prefix_cache()
         if held(e, doc) == len(doc) // e.chunk:
@@ -55,13 +57,19 @@ def warm(e: Engine, doc: list[int] | None = None, max_new: int = 4) -> None:
 
 def held(e: Engine, doc: list[int]) -> int:
     """Chunks of a document that a lookup would find."""
-    r = Request("probe", list(doc), SamplingParams(max_tokens=1), None)
-    chain = KeyChain(r, e.half._roots.root(r, e.half._epoch), e.chunk)
     k = e.half._coordinator
-    k.lease(1 << 60, chain.lookup(len(doc) // e.chunk), 0)
+    k.lease(1 << 60, keys_of(e, doc), 0)
     h = k.lease_result(1 << 60, 0, LIMIT_S)
     k.release(1 << 60)
     return h.held
+
+
+def keys_of(e: Engine, doc: list[int]) -> npt.NDArray[np.uint8]:
+    """Of the whole chunks of a document, as the scheduler's half makes them."""
+    r = Request("probe", list(doc), SamplingParams(max_tokens=1), None)
+    t = Tracked(r, e.half._epoch, may_load=True, may_store=False)
+    e.half._identify(t)
+    return t.chain.lookup(len(doc) // e.chunk)
 
 
 def step_until_loading(e: Engine, q: Sequence) -> tuple[SchedulerOutput, dict]:

@@ -92,7 +92,7 @@ def test_more_requests_than_the_ring_has_room_for(outside):
     e, leader = outside(slots=SLOTS)
     leader.stop()
     many = [e.add(document(100 + k, 80), 2) for k in range(200)]
-    e.run(limit=100_000)
+    e.run()
     assert all(len(q.request.output_token_ids) == 2 for q in many)
     assert 0 < e.counts["wait_timeouts"] < 200, "the others were not even sent"
     assert e.counts["load_tokens"] == 0
@@ -126,19 +126,12 @@ def test_load_that_waits_for_its_next_window(outside, tmp_path):
     e, leader = outside(extra=disk | small, recognisable=True)
     long = document(3, 1000)
     e.cache.flush(0)
-    for _ in range(60):
-        e.add(long, 2)
-        e.run()
-        e.scheduler.reset_prefix_cache()
-        if held(e, long) == 15:
-            break
-    assert held(e, long) == 15
-    e.counts.clear()
+    warm(e, long, 2)
     q = e.add(long)
     output, todo = step_until_loading(e, q)
     leader.stop()
     e.update(output, e.execute(output, todo))
-    e.run(limit=100_000)
+    e.run()
     assert len(q.request.output_token_ids) == 4
     assert e.counts["loads_done"] == 1 and not e.counts["errors"]
     leader.go_on()

@@ -8,13 +8,11 @@ from collections import deque
 import numpy as np
 import pytest
 from engine import MAX_LEN, Sequence
-from situations import DOC, document, held, until, warm
+from situations import DOC, attempts, document, held, keys_of, until, warm
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import DraftTokenIds
-
-from kvtier.vllm.keychain import KeyChain
 
 SEED = int(os.environ.get("KVTIER_FEATURES_SEED", random.SystemRandom().randrange(1 << 30)))
 
@@ -50,14 +48,8 @@ def on_disk(make, tmp_path):
 def test_memory_only(on_disk):
     start, files = on_disk
     e = start()
-    for _ in range(20):
-        e.add(DOC, sampling=asking(disk=False))
-        e.run()
-        e.scheduler.reset_prefix_cache()
-        if held(e, DOC) == 9:
-            break
-    assert held(e, DOC) == 9 and files(e) == 0
-    e.counts.clear()
+    warm(e, sampling=asking(disk=False))
+    assert files(e) == 0
     e.add(DOC, sampling=asking(disk=False))
     e.run()
     assert e.counts["load_tokens"] == 576, "memory serves it"
@@ -79,7 +71,7 @@ def test_requests_that_are_not_loaded_are_stored(make):
     skip the prefix cache."""
     for sampling in ({"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}, asking(load=False)):
         e = make()
-        for _ in range(20):
+        for _ in attempts():
             e.add(DOC, sampling=sampling)
             e.run()
             assert not e.counts["load_tokens"] and not e.counts["lookups"] and not e.counts["waits"]
@@ -196,7 +188,7 @@ def test_priority_and_preemption(make):
     # Its prefix is held; with it the three need more pages than there are.
     high = e.add(document(30, 300) + document(40, 40), 100, priority=0)
     finished = []
-    for _ in range(5000):
+    for _ in attempts(0):
         e.step()
         finished += [q.id for q in (*low, high) if q.request.is_finished() and q.id not in finished]
         if len(finished) == 3:
@@ -211,12 +203,12 @@ def test_priority_and_preemption(make):
 # ---- asynchronous scheduling
 
 
-def pipelined(e, limit=5000, events=lambda step: None):
+def pipelined(e, events=lambda step: None):
     """Runs to the end with two steps in flight, as an engine with asynchronous
     scheduling does: a step is executed before the output of the one before is known to
     the scheduler."""
     flight = deque()
-    for step in range(limit):
+    for step, _ in enumerate(attempts(0)):
         events(step)
         more = e.scheduler.has_requests()
         if not more and not flight:
@@ -232,7 +224,7 @@ def pipelined(e, limit=5000, events=lambda step: None):
 
 def test_asynchronous_scheduling(make):
     e = make(async_scheduling=True, slots=256, blocks=300)
-    for _ in range(20):
+    for _ in attempts():
         q = e.add(DOC, 200)
         pipelined(e)
         e.scheduler.reset_prefix_cache()
@@ -288,7 +280,7 @@ def test_drafts_are_never_stored(make, rng):
     true = {}
     for q in running:
         r = Sequence("true", q.tokens[: q.prompt_len + 300], 1)
-        keys = keys_of(e, r)
+        keys = keys_of(e, r.tokens[: r.prompt_len])
         true |= {(k, keys[k].tobytes()): q.id for k in range(len(keys))}
     for first, keys in offered:
         for k, key in enumerate(np.asarray(keys)):
@@ -311,10 +303,3 @@ def draft(e, rng):
         ids.append(r.request_id)
         guesses.append([q.tokens[n + i] if rng.random() < 0.7 else 1 for i in range(k)])
     e.scheduler.update_draft_token_ids(DraftTokenIds(ids, guesses))
-
-
-def keys_of(e, q):
-    from vllm.v1.request import Request
-
-    r = Request("keys", q.tokens[: q.prompt_len], SamplingParams(max_tokens=1), None)
-    return KeyChain(r, e.half._roots.root(r, e.half._epoch), e.chunk).lookup(q.prompt_len // e.chunk)

@@ -2,7 +2,7 @@
 which keeps prompts in files and loads them before the forward."""
 
 import pytest
-from situations import DOC, document, held, step_until_loading
+from situations import DOC, document, step_until_loading, warm
 
 
 #: Of DOC: it leaves out the last token and the block of the one before.
@@ -20,21 +20,9 @@ def example(tmp_path):
     }
 
 
-def filled(e):
-    """Both have stored the document; the engine's own cache is empty."""
-    for _ in range(20):
-        e.add(DOC)
-        e.run()
-        e.scheduler.reset_prefix_cache()
-        if held(e, DOC) == 9:
-            break
-    assert held(e, DOC) == 9
-    e.counts.clear()
-
-
 def test_asked_first_it_loads(make, example):
     e = make(beside=(example,))
-    filled(e)
+    warm(e)
     q = e.add(DOC)
     e.run()
     assert e.counts["load_tokens"] == 576 and e.counts["loads_done"] == 1
@@ -50,7 +38,7 @@ def test_asked_first_it_loads(make, example):
 
 def test_asked_second_it_leaves_the_load_to_the_other(make, example):
     e = make(before=(example,))
-    filled(e)
+    warm(e)
     for _ in range(3):
         q = e.add(DOC)
         assert e.step().num_scheduled_tokens == {q.id: len(DOC) - THEIRS}
@@ -69,7 +57,7 @@ def test_asked_second_it_leaves_the_load_to_the_other(make, example):
 
 def test_abort_and_reset_beside_another(make, example):
     e = make(beside=(example,))
-    filled(e)
+    warm(e)
     q = e.add(DOC)
     output, todo = step_until_loading(e, q)
     e.abort(q)

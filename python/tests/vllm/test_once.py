@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from situations import DOC, document, held, step_until_loading, warm
+from situations import DOC, attempts, document, held, step_until_loading, warm
 from vllm.v1.request import RequestStatus
 
 import kvtier
@@ -43,8 +43,8 @@ class Reports:
         assert self.requests == Counter(self.planned.values())
 
 
-def run(e, reports, spoil=lambda output: None, limit=5000):
-    for _ in range(limit):
+def run(e, reports, spoil=lambda output: None):
+    for _ in attempts(0):
         if not e.scheduler.has_requests() and not e.scheduler.requests:
             return
         output, todo = e.schedule()
@@ -123,7 +123,7 @@ def test_reports_of_two_engines_do_not_mix(make):
         for e, _ in both:
             e.scheduler.reset_prefix_cache()
             e.add(DOC, request_id=f"same-{k}")
-        for _ in range(2000):
+        for _ in attempts(0):
             for e, reports in both:
                 if e.scheduler.has_requests():
                     output, todo = e.schedule()
@@ -159,7 +159,7 @@ def test_what_failed_is_not_tried_for_ever(make):
 
         reports = Reports(e)
         for _ in range(14):
-            for _ in range(40):
+            for _ in attempts():
                 output, todo = e.schedule()
                 reports.plan(output)
                 spoil(output)

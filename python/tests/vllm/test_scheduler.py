@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from engine import Engine, slot_bytes
-from situations import DOC, document, held, step_until_loading, until, warm
+from situations import DOC, attempts, document, held, step_until_loading, until, warm
 from vllm.v1.request import RequestStatus
 
 from kvtier.vllm.stats import KVTierStats
@@ -94,7 +94,7 @@ def test_salt_and_tag_separate(make):
     e.add(DOC, cache_salt="mine")
     e.run()
     assert e.counts["load_tokens"] == 0
-    for _ in range(10):
+    for _ in attempts():
         e.scheduler.reset_prefix_cache()
         e.add(DOC, cache_salt="mine")
         e.run()

@@ -97,7 +97,7 @@ def test_prompt_that_streams_through_the_arena(make, tmp_path):
     for _ in range(60):
         # What found no room in the arena is offered again.
         e.add(prompt, 2)
-        e.run(limit=20_000)
+        e.run()
         e.scheduler.reset_prefix_cache()
         if held(e, prompt) == chunks:
             break
@@ -105,7 +105,7 @@ def test_prompt_that_streams_through_the_arena(make, tmp_path):
     assert held(e, prompt) == chunks
     e.counts.clear()
     q = e.add(prompt, 5)
-    e.run(limit=200_000)
+    e.run()
     assert len(q.request.output_token_ids) == 5
     assert e.counts["load_tokens"] == chunks * 256 and e.counts["loads"] == 1
     assert not e.counts["loads_failed"] and e.counts["loaded_bytes"] == chunks * 256 * 16
@@ -121,7 +121,7 @@ def test_prompt_that_streams_through_the_arena(make, tmp_path):
     while gone.request.status == RequestStatus.WAITING and time.monotonic() < deadline:
         e.step()
     e.abort(gone)
-    e.run(limit=200_000)
+    e.run()
     assert len(q.request.output_token_ids) == len(other.request.output_token_ids) == 5
     assert e.counts["loads_done"] == e.counts["loads"] and e.counts["load_tokens"] >= chunks * 256
     assert not e.counts["errors"]

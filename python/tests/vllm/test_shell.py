@@ -5,7 +5,7 @@ import logging
 
 import pytest
 from engine import Engine
-from situations import DOC, document, step_until_loading, warm
+from situations import DOC, document, step_until_loading, until, warm
 from test_metrics import Sink
 from vllm.v1.request import RequestStatus
 
@@ -161,10 +161,7 @@ def test_pages_of_a_failed_load_are_never_taken_for_good(engine, monkeypatch):
     output.kv_connector_metadata.loads[0].verdicts[4] = (code, slot, generation + 1)
     b = broken(monkeypatch, e.worker_half, "take_invalid_blocks", None)
     e.update(output, e.execute(output, todo))
-    for _ in range(500):
-        if q.request.is_finished():
-            break
-        e.step()
+    until(e, lambda: q.request.is_finished())
     assert b.raised and len(q.request.output_token_ids) == 2
     monkeypatch.undo()
 
