@@ -39,6 +39,7 @@ type group struct {
 
 	stores      map[uint64]*storeOp
 	loads       map[uint64]*loadOp
+	loadChunks  int                 // of which its loads keep a verdict
 	unsent      map[uint64]struct{} // operations cancelled before any rank knew them
 	unsentOrder []uint64
 
@@ -103,11 +104,17 @@ func (g *group) declare(a *attachment, d *wire.Declare, done func(*accepted, *wi
 	g.declared[a.rank] = d
 	g.missing &^= bit
 	g.waiting = append(g.waiting, groupWait{a, done})
-	if g.missing == 0 && !g.deciding {
-		g.deciding = true
-		declared := append([]*wire.Declare(nil), g.declared...)
-		spawn.Go("group acceptance", func(err error) { g.settle(nil, nil, err) }, func() { g.decide(declared) })
+	g.beginDecision()
+}
+
+// beginDecision takes what all ranks declare now to be decided, once they have.
+func (g *group) beginDecision() {
+	if g.missing != 0 || g.deciding {
+		return
 	}
+	g.deciding = true
+	declared := append([]*wire.Declare(nil), g.declared...)
+	spawn.Go("group acceptance", func(err error) { g.settle(declared, nil, nil, err) }, func() { g.decide(declared) })
 }
 
 // assemble notes who the members of a whole group are.
@@ -127,24 +134,34 @@ func (g *group) decide(declared []*wire.Declare) {
 	} else {
 		err = finally{err}
 	}
-	g.settle(ag, sp, err)
+	g.settle(declared, ag, sp, err)
 }
 
 // finally marks an error that a second try would meet again.
 type finally struct{ error }
 
-func (g *group) settle(ag *agreement, sp *space, err error) {
+// settle is the outcome for what was declared when the decision began. It holds only
+// if that is what the ranks declare now: one of them may have been followed by a rank
+// with other pages, for which nothing was compared.
+func (g *group) settle(declared []*wire.Declare, ag *agreement, sp *space, err error) {
 	g.l.lock()
 	defer g.l.unlock()
 	g.deciding = false
+	if err == nil {
+		sp.enter()
+	}
+	if overtaken := !g.declares(declared); overtaken || g.attached == 0 {
+		if err == nil {
+			sp.leave()
+		}
+		if overtaken {
+			g.decideAgain()
+		}
+		return
+	}
 	if err != nil {
 		_, final := err.(finally)
 		g.refuse(&wire.Refuse{Reason: err.Error(), Final: final})
-		return
-	}
-	sp.enter()
-	if g.attached == 0 {
-		sp.leave() // all members died meanwhile
 		return
 	}
 	g.agreement, g.space = ag, sp
@@ -158,6 +175,25 @@ func (g *group) settle(ag *agreement, sp *space, err error) {
 			g.l.tell(w.done, g.acceptance(w.a), nil)
 		}
 	}
+}
+
+// declares says whether this is what all ranks declare, or declared before they went.
+func (g *group) declares(declared []*wire.Declare) bool {
+	for rank, d := range declared {
+		if !sameDeclaration(d, g.declared[rank]) {
+			return false
+		}
+	}
+	return true
+}
+
+// decideAgain begins with what is declared now. Of who is gone nothing counts, as in
+// any group that forms.
+func (g *group) decideAgain() {
+	for m := g.missing; m != 0; m &= m - 1 {
+		g.declared[bits.TrailingZeros64(m)] = nil
+	}
+	g.beginDecision()
 }
 
 // refuse gives all members the same answer. After one that is not final every rank
