@@ -34,7 +34,10 @@ type Inspection struct {
 // Inspect begins to look at a directory that is a root. A root whose kvtier.json was
 // deleted is still one. Errors: ErrNotDirectory, ErrNoRoot, ErrNewerRoot,
 // ErrDamagedRoot, or the system's.
-func Inspect(path string) (*Inspection, error) {
+func Inspect(path string) (*Inspection, error) { return InspectOn(LocalFilesystem{}, path) }
+
+// InspectOn is Inspect through another view of the file system.
+func InspectOn(fs Filesystem, path string) (*Inspection, error) {
 	abs, err := filepath.Abs(path)
 	if err != nil {
 		return nil, fmt.Errorf("root %s: %w", path, err)
@@ -47,7 +50,7 @@ func Inspect(path string) (*Inspection, error) {
 		return nil, fmt.Errorf("%s: %w", abs, ErrNotDirectory)
 	}
 	raw := st.Sys().(*syscall.Stat_t)
-	i := &Inspection{root: &Root{path: abs, id: sys.Stat{Dev: uint64(raw.Dev), Ino: raw.Ino}}, fs: LocalFilesystem{}}
+	i := &Inspection{root: &Root{path: abs, id: sys.Stat{Dev: uint64(raw.Dev), Ino: raw.Ino}}, fs: fs}
 	file := filepath.Join(abs, rootFileName)
 	b, err := readSmall(i.fs, file, maxRootFile)
 	switch {
@@ -190,10 +193,7 @@ func (i *Inspection) Namespaces() ([]*InspectedNamespace, error) {
 		}
 		n := &InspectedNamespace{Name: name, Prefix: prefix, i: i, path: filepath.Join(i.root.path, name)}
 		st, err := i.fs.Lstat(n.path)
-		if err != nil && !absent(err) {
-			return nil, err
-		}
-		if err != nil || !st.Directory() {
+		if absent(err) || err == nil && !st.Directory() {
 			continue
 		}
 		n.readSidecar()

@@ -17,15 +17,16 @@ type Clearing struct {
 	// AnySidecar: also one that this version cannot read goes with its directory.
 	AnySidecar bool
 	DryRun     bool // remove nothing
-	// Each is told of every entry that was chosen, with the error that kept it.
+	// Each is told of every entry that was chosen, with the error that kept it, and of
+	// every one that could not be read.
 	Each func(Entry, error)
 }
 
-// Clear removes what is chosen of a namespace. An entry that cannot be removed is
-// told to Each and stays; the error is of what could not be listed.
-func (n *InspectedNamespace) Clear(c Clearing) error {
+// Clear removes what is chosen of a namespace. An entry that cannot be read or removed
+// is told to Each and stays.
+func (n *InspectedNamespace) Clear(c Clearing) {
 	var inSub, inTop int // names that stay
-	return n.Walk(func(e Entry) error {
+	_ = n.Walk(func(e Entry) error {
 		left := &inSub
 		if filepath.Dir(e.Path) == n.path {
 			left = &inTop
@@ -33,6 +34,8 @@ func (n *InspectedNamespace) Clear(c Clearing) error {
 		chosen := false
 		remove := n.i.fs.Unlink
 		switch e.Kind {
+		case EntryUnreadable:
+			c.tell(e, e.Err)
 		case EntryChunk:
 			chosen = c.Chunks != nil && c.Chunks(e)
 		case EntryTemp:
@@ -56,10 +59,13 @@ func (n *InspectedNamespace) Clear(c Clearing) error {
 }
 
 // ClearBeside removes temp files beside the namespaces, of processes that died while
-// they made the root. For a root that is held.
+// they made the root. For a root that is held. The error is of the list of names.
 func (i *Inspection) ClearBeside(c Clearing) error {
 	return i.WalkBeside(func(e Entry) error {
-		if e.Kind == EntryTemp && c.Temps {
+		switch {
+		case e.Kind == EntryUnreadable:
+			c.tell(e, e.Err)
+		case e.Kind == EntryTemp && c.Temps:
 			c.remove(e, i.fs.Unlink)
 		}
 		return nil
@@ -74,8 +80,12 @@ func (c *Clearing) remove(e Entry, remove func(string) error) bool {
 			return true // somebody else was faster, and it is not ours to count
 		}
 	}
+	c.tell(e, err)
+	return err == nil
+}
+
+func (c *Clearing) tell(e Entry, err error) {
 	if c.Each != nil {
 		c.Each(e, err)
 	}
-	return err == nil
 }

@@ -1,6 +1,7 @@
 package tier
 
 import (
+	"fmt"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -20,6 +21,9 @@ const (
 	EntryDirectory EntryKind = "directory" // of a namespace, or one of its 256
 	EntryRoot      EntryKind = "root"      // kvtier.json, LOCK, run and the root itself
 	EntryForeign   EntryKind = "foreign"   // not ours: nothing reads, counts or deletes it
+	// EntryUnreadable: the file system gave an error instead of an answer, of a directory
+	// perhaps for all that is in it. It stays.
+	EntryUnreadable EntryKind = "unreadable"
 )
 
 // Entry is one name below a root.
@@ -27,13 +31,14 @@ type Entry struct {
 	Kind EntryKind
 	// Why a foreign entry is not ours: name, path (a chunk's name in the wrong
 	// directory), type (no plain file). A chunk's is "links" when the file has more
-	// names than one: no leader adopts it.
+	// names than one: no leader adopts it. An unreadable one's is the errno.
 	Why       string
 	Path      string
 	Key       chunk.Key // of a chunk
 	Bytes     int64     // size
 	Allocated int64     // what it costs
 	Modified  time.Time // of a chunk: its last use
+	Err       error     // of an unreadable one
 }
 
 // Good reports whether a leader would take the file for a chunk by its name.
@@ -44,6 +49,12 @@ func (e *Entry) set(st *sys.Stat) {
 	if st.Regular() {
 		e.Allocated = accounted(st)
 	}
+}
+
+// unreadable hands on a name that nothing can be told of, so that a sick disk does not
+// hide what is beside it.
+func unreadable(path string, err error, visit func(Entry) error) error {
+	return visit(Entry{Kind: EntryUnreadable, Why: errnoName(err), Path: path, Err: err})
 }
 
 // WalkBeside visits what lies in the root beside the namespaces.
@@ -60,7 +71,10 @@ func (i *Inspection) WalkBeside(visit func(Entry) error) error {
 			continue
 		}
 		if err != nil {
-			return err
+			if err = unreadable(e.Path, err, visit); err != nil {
+				return err
+			}
+			continue
 		}
 		e.set(&st)
 		_, namespace := chunk.ParseDirName(name)
@@ -84,14 +98,15 @@ func (i *Inspection) WalkBeside(visit func(Entry) error) error {
 }
 
 // Walk visits every name of a namespace: each of its directories after what is in
-// it, the sidecar after all others, the namespace's own directory last.
+// it, the sidecar after all others, the namespace's own directory last. What cannot be
+// read is visited as such; errors are only those of visit.
 func (n *InspectedNamespace) Walk(visit func(Entry) error) error {
 	names, err := n.i.fs.ReadNames(n.path)
 	if absent(err) {
 		return nil
 	}
 	if err != nil {
-		return err
+		return unreadable(n.path, err, visit)
 	}
 	slices.SortFunc(names, func(a, b string) int {
 		if (a == sidecarName) != (b == sidecarName) { // it goes last, and so leaves last
@@ -118,7 +133,7 @@ func (n *InspectedNamespace) visitTop(name string, visit func(Entry) error) erro
 	case absent(err):
 		return nil
 	case err != nil:
-		return err
+		return unreadable(e.Path, err, visit)
 	case sub && st.Directory():
 		return n.walkSub(name, visit)
 	case name == sidecarName && st.Regular():
@@ -141,7 +156,7 @@ func (n *InspectedNamespace) walkSub(sub string, visit func(Entry) error) error 
 		return nil
 	}
 	if err != nil {
-		return err
+		return unreadable(dir, err, visit)
 	}
 	slices.Sort(names)
 	for _, name := range names {
@@ -172,7 +187,7 @@ func (n *InspectedNamespace) visit(e Entry, visit func(Entry) error) error {
 		return nil
 	}
 	if err != nil {
-		return err
+		return unreadable(e.Path, err, visit)
 	}
 	e.set(&st)
 	switch {
@@ -184,8 +199,9 @@ func (n *InspectedNamespace) visit(e Entry, visit func(Entry) error) error {
 	return visit(e)
 }
 
-// Footer reads what a chunk file says of itself, unchecked against the namespace and
-// without its payload. Errors are those of chunk.DecodeFooter, or the system's.
+// Footer reads what a chunk file says of itself, without its payload. Of the rest of
+// the namespace nothing is checked, but it is of the chunk that the file's name says.
+// Errors are those of chunk.DecodeFooter, chunk.ErrKey, or the system's.
 func (n *InspectedNamespace) Footer(e Entry) (*chunk.Footer, error) {
 	f, err := n.i.fs.Open(e.Path, sys.OpenRead|sys.OpenNonblock)
 	if err != nil {
@@ -204,5 +220,9 @@ func (n *InspectedNamespace) Footer(e Entry) (*chunk.Footer, error) {
 	if err != nil {
 		return nil, err
 	}
-	return chunk.DecodeFooter(page[:got])
+	footer, err := chunk.DecodeFooter(page[:got])
+	if err == nil && footer.Key != e.Key {
+		return nil, fmt.Errorf("%v: %w", footer.Key, chunk.ErrKey)
+	}
+	return footer, err
 }

@@ -53,8 +53,10 @@ type namespaceReport struct {
 	Temps        fileCount         `json:"temps"`
 	Foreign      fileCount         `json:"foreign"`
 	ForeignWhy   map[string]int    `json:"foreign_why"` // name, path, type, links
+	Unreadable   int               `json:"unreadable"`  // names that the file system tells nothing of
 	Allocated    int64             `json:"allocated_bytes"`
 	sidecarError error
+	unreadable   error // one of them
 }
 
 // fileCount counts files, with the bytes they take.
@@ -68,8 +70,8 @@ func (c *fileCount) add(e tier.Entry) {
 	c.Bytes += e.Allocated
 }
 
-func newInfoCommand() *cobra.Command {
-	var asJSON bool
+func newInfoCommand(c console) *cobra.Command {
+	var asJSON, watch bool
 	var wait time.Duration
 	cmd := &cobra.Command{
 		Use:   "info ROOT",
@@ -78,7 +80,8 @@ func newInfoCommand() *cobra.Command {
 			"and layout, bytes, last uses, temp files, and files that are not the cache's.\n" +
 			"Where a leader answers, its cap and the state of its disk tier are told too.\n\n" +
 			"Exit code 1 when a namespace cannot be adopted as it is, a chunk file has a size\n" +
-			"that no chunk has, or the leader has switched its disk tier off.",
+			"that no chunk has, a name cannot be read, or the leader has switched its disk tier\n" +
+			"off.",
 		Example: "  kvtier info /nvme/kv\n  kvtier info /nvme/kv --json | jq .allocated_bytes",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -86,7 +89,7 @@ func newInfoCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			r, err := describe(t, wait)
+			r, err := describe(t, wait, newProgress(c, watch))
 			if err != nil {
 				return err
 			}
@@ -98,11 +101,12 @@ func newInfoCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print one JSON object")
+	cmd.Flags().BoolVar(&watch, "progress", false, "tell progress on stderr though it is no terminal")
 	cmd.Flags().DurationVar(&wait, "wait", 2*time.Second, "how long to wait for the leader's answer")
 	return cmd
 }
 
-func describe(t *target, wait time.Duration) (*rootReport, error) {
+func describe(t *target, wait time.Duration, p *progress) (*rootReport, error) {
 	r := &rootReport{
 		Root: t.Path(), ID: t.ID(), Format: t.Format(), Leader: t.leaderReport(),
 		Namespaces: []namespaceReport{}, Problems: []string{},
@@ -123,6 +127,8 @@ func describe(t *target, wait time.Duration) (*rootReport, error) {
 		case tier.EntryForeign:
 			r.Foreign.add(e)
 			return nil
+		case tier.EntryUnreadable:
+			r.Problems = append(r.Problems, fmt.Sprintf("cannot be read: %v", e.Err))
 		case tier.EntryTemp:
 			r.Temps.add(e)
 		}
@@ -132,14 +138,12 @@ func describe(t *target, wait time.Duration) (*rootReport, error) {
 		return nil, err
 	}
 	for _, n := range t.namespaces {
-		s, err := describeNamespace(n)
-		if err != nil {
-			return nil, err
-		}
+		s := describeNamespace(n, p)
 		r.AllocatedBytes += s.Allocated
 		r.Namespaces = append(r.Namespaces, s)
 		r.Problems = append(r.Problems, s.problems()...)
 	}
+	p.end("looked at %s", plural(len(r.Namespaces), "namespace"))
 	return r, nil
 }
 
@@ -157,7 +161,7 @@ func askDisk(path string, wait time.Duration) *diskReport {
 	return stats.Leader.Disk
 }
 
-func describeNamespace(n *tier.InspectedNamespace) (namespaceReport, error) {
+func describeNamespace(n *tier.InspectedNamespace, p *progress) namespaceReport {
 	s := namespaceReport{
 		Name: n.Name, Sidecar: n.Sidecar, Fingerprint: n.Prefix, ForeignWhy: map[string]int{}, sidecarError: n.SidecarErr,
 	}
@@ -165,8 +169,12 @@ func describeNamespace(n *tier.InspectedNamespace) (namespaceReport, error) {
 		s.Fingerprint, s.Model, s.KVDtype = n.Fingerprint.String(), n.Namespace.Model, n.Namespace.KVDtype
 		s.ChunkTokens, s.FileBytes = n.Layout.ChunkTokens, n.Layout.FileBytes
 	}
-	err := n.Walk(func(e tier.Entry) error {
+	_ = n.Walk(func(e tier.Entry) error {
+		p.step("looking at %s: %s, %s", s.Name, plural(s.Chunks.Files, "chunk"), size(s.Allocated))
 		switch {
+		case e.Kind == tier.EntryUnreadable:
+			s.Unreadable++
+			s.unreadable = e.Err
 		case e.Good():
 			s.Chunks.add(e)
 			used := e.Modified.UTC()
@@ -191,7 +199,7 @@ func describeNamespace(n *tier.InspectedNamespace) (namespaceReport, error) {
 		s.Allocated += e.Allocated // what a leader counts, linked chunks too
 		return nil
 	})
-	return s, err
+	return s
 }
 
 func (s *namespaceReport) problems() (found []string) {
@@ -204,7 +212,17 @@ func (s *namespaceReport) problems() (found []string) {
 	if s.OtherSize > 0 {
 		found = append(found, fmt.Sprintf("%s: %s no chunk's size: `kvtier verify` tells which", s.Name, plural(s.OtherSize, "file")+have(s.OtherSize)))
 	}
+	if s.Unreadable > 0 {
+		found = append(found, fmt.Sprintf("%s: %s cannot be read, and what is in %s is not counted: %v", s.Name, plural(s.Unreadable, "name"), them(s.Unreadable), s.unreadable))
+	}
 	return found
+}
+
+func them(n int) string {
+	if n == 1 {
+		return "it"
+	}
+	return "them"
 }
 
 func have(n int) string {

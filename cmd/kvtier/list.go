@@ -53,7 +53,7 @@ func newListCommand() *cobra.Command {
 				return nil // the reader has seen enough
 			}
 			if err == nil && unreadable > 0 {
-				return problem("%s could not be read", plural(unreadable, "file"))
+				return problem("%s could not be read: `kvtier verify` tells which", plural(unreadable, "name"))
 			}
 			return err
 		},
@@ -71,6 +71,9 @@ func list(w *bufio.Writer, t *target, asJSON bool) (unreadable int, err error) {
 	encode := json.NewEncoder(w)
 	for _, n := range t.namespaces {
 		err := n.Walk(func(e tier.Entry) error {
+			if e.Kind == tier.EntryUnreadable {
+				unreadable++
+			}
 			if !e.Good() {
 				return nil
 			}

@@ -52,7 +52,7 @@ func run(args []string, c console) int {
 	}
 	root.AddCommand(
 		newServeCommand(), newStatsCommand(), newSettingsCommand(),
-		newInfoCommand(), newListCommand(), newVerifyCommand(c), newSweepCommand(), newPurgeCommand(c),
+		newInfoCommand(c), newListCommand(), newVerifyCommand(c), newSweepCommand(c), newPurgeCommand(c),
 	)
 	root.SetArgs(args)
 	root.SetIn(c.in)

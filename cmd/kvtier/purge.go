@@ -126,7 +126,10 @@ func purge(t *target, plan *purgePlan, dryRun bool, p *progress) (r *purgeReport
 		Root: t.Path(), Leader: t.leaderReport(), DryRun: dryRun,
 		Namespaces: []string{}, Foreign: []string{}, Failed: []badFile{},
 	}
-	whole := plan.whole && held
+	whole, done := plan.whole && held, "deleted"
+	if dryRun {
+		done = "found"
+	}
 	c := tier.Clearing{Chunks: plan.takes, Temps: whole, Directories: whole, AnySidecar: true, DryRun: dryRun,
 		Each: func(e tier.Entry, err error) {
 			switch {
@@ -134,28 +137,22 @@ func purge(t *target, plan *purgePlan, dryRun bool, p *progress) (r *purgeReport
 				r.Failed = append(r.Failed, badFile{Path: e.Path, State: string(e.Kind), Error: err.Error()})
 			case e.Kind == tier.EntryChunk:
 				r.Chunks.add(e)
-				p.step("deleted %s, %s", plural(r.Chunks.Files, "chunk"), size(r.Chunks.Bytes))
+				p.step("%s %s, %s", done, plural(r.Chunks.Files, "chunk"), size(r.Chunks.Bytes))
 			default:
 				r.Others.add(e)
 			}
 		}}
 	for _, n := range t.namespaces {
 		r.Namespaces = append(r.Namespaces, n.Name)
-		if err := n.Walk(func(e tier.Entry) error {
+		_ = n.Walk(func(e tier.Entry) error {
 			if e.Kind == tier.EntryForeign {
 				r.Foreign = append(r.Foreign, e.Path)
 			}
 			return nil
-		}); err != nil {
-			return nil, err
-		}
-		if err := n.Clear(c); err != nil {
-			return nil, err
-		}
+		})
+		n.Clear(c)
 	}
-	if !dryRun {
-		p.end("deleted %s, %s", plural(r.Chunks.Files, "chunk"), size(r.Chunks.Bytes))
-	}
+	p.end("%s %s, %s", done, plural(r.Chunks.Files, "chunk"), size(r.Chunks.Bytes))
 	return r, nil
 }
 

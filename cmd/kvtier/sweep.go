@@ -19,8 +19,8 @@ type sweepReport struct {
 	Failed      []badFile    `json:"failed"`
 }
 
-func newSweepCommand() *cobra.Command {
-	var asJSON, dryRun bool
+func newSweepCommand(c console) *cobra.Command {
+	var asJSON, dryRun, watch bool
 	cmd := &cobra.Command{
 		Use:   "gc ROOT",
 		Short: "Remove what dead processes have left over",
@@ -37,7 +37,7 @@ func newSweepCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			s, err := sweep(t, dryRun)
+			s, err := sweep(t, dryRun, newProgress(c, watch))
 			if err != nil {
 				return err
 			}
@@ -46,10 +46,11 @@ func newSweepCommand() *cobra.Command {
 	}
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print one JSON object")
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "remove nothing, say what would be removed")
+	cmd.Flags().BoolVar(&watch, "progress", false, "tell progress on stderr though it is no terminal")
 	return cmd
 }
 
-func sweep(t *target, dryRun bool) (s *sweepReport, err error) {
+func sweep(t *target, dryRun bool, p *progress) (s *sweepReport, err error) {
 	held := false
 	if !dryRun {
 		var release func() error
@@ -75,11 +76,11 @@ func sweep(t *target, dryRun bool) (s *sweepReport, err error) {
 			s.Directories.add(e)
 		}
 	}}
-	for _, n := range t.namespaces {
-		if err := n.Clear(c); err != nil {
-			return nil, err
-		}
+	for i, n := range t.namespaces {
+		p.step("looked at %d of %s", i, plural(len(t.namespaces), "namespace"))
+		n.Clear(c)
 	}
+	p.end("looked at %s", plural(len(t.namespaces), "namespace"))
 	return s, t.ClearBeside(c)
 }
 

@@ -22,7 +22,7 @@ type verifyReport struct {
 	Good       int            `json:"good"`
 	Damaged    map[string]int `json:"damaged"`    // proved by two reads, by the first check that failed
 	Unsteady   int            `json:"unsteady"`   // two reads differ
-	Unreadable map[string]int `json:"unreadable"` // by errno
+	Unreadable map[string]int `json:"unreadable"` // by errno; also names, of which nobody knows what they are
 	Newer      int            `json:"newer"`      // of a later version
 	Vanished   int            `json:"vanished"`   // evicted or deleted meanwhile
 	Unchecked  int            `json:"unchecked"`  // in namespaces without a good sidecar
@@ -127,8 +127,11 @@ func (v *verification) run(jobs int) error {
 	}
 	work := make([][]tier.Entry, len(v.t.namespaces))
 	for i, n := range v.t.namespaces {
-		if err := n.Walk(func(e tier.Entry) error {
+		_ = n.Walk(func(e tier.Entry) error {
 			switch {
+			case e.Kind == tier.EntryUnreadable:
+				v.report.Unreadable[e.Why]++
+				v.report.Files = append(v.report.Files, badFile{Path: e.Path, State: string(e.Kind), Reason: e.Why, Error: e.Err.Error()})
 			case e.Good():
 				work[i] = append(work[i], e)
 			case e.Kind == tier.EntryTemp:
@@ -137,9 +140,7 @@ func (v *verification) run(jobs int) error {
 				v.report.Foreign[e.Why]++
 			}
 			return nil
-		}); err != nil {
-			return err
-		}
+		})
 		if n.Sidecar == tier.SidecarGood {
 			v.total += len(work[i])
 		}
@@ -175,15 +176,14 @@ func (v *verification) sweepTemps() (err error) {
 		}
 	}()
 	for _, n := range v.t.namespaces {
-		if err := n.Clear(tier.Clearing{Temps: true, Each: func(e tier.Entry, err error) {
-			if err == nil {
+		n.Clear(tier.Clearing{Temps: true, Each: func(e tier.Entry, err error) {
+			switch {
+			case err == nil:
 				v.report.TempsRemoved++
-			} else {
+			case e.Kind == tier.EntryTemp: // what cannot be read is told by the walk to come
 				v.report.Files = append(v.report.Files, badFile{Path: e.Path, State: "temp", Error: err.Error()})
 			}
-		}}); err != nil {
-			return err
-		}
+		}})
 	}
 	return nil
 }
@@ -301,7 +301,9 @@ func (s *verifyReport) verdict() error {
 	}
 	add(total(s.Damaged), "damaged")
 	add(s.Unsteady, "unsteady")
-	add(total(s.Unreadable), "unreadable")
+	if n := total(s.Unreadable); n > 0 {
+		parts = append(parts, plural(n, "name")+" unreadable")
+	}
 	add(s.Unchecked, "not checked")
 	if n := len(s.Sidecars); n > 0 {
 		parts = append(parts, plural(n, "namespace")+" without a good layout.json")
