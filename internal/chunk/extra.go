@@ -16,7 +16,7 @@ const (
 	ExtraSalt         = 2  // 32 bytes, Digest of the salt; no extra for an empty salt
 	ExtraEpoch        = 3  // 16 random bytes
 	ExtraTag          = 4  // 32 bytes, Digest of the caller's tag
-	ExtraMultimodal   = 16 // 32 bytes, SHA-256 of modality, identifier and length
+	ExtraMultimodal   = 16 // 32 bytes, SHA-256 of modality, identifier of the content, and length
 	ExtraPromptEmbeds = 17 // 32 bytes, digest over the chunk's range of embeddings
 	ExtraSuccessor    = 18 // 4 bytes, the token after the chunk, little endian
 )

@@ -21,10 +21,11 @@ from vllm.v1.request import RequestStatus
 import kvtier
 
 from .announcement import capacity
+from .content import LoRADigests, MediaDigests, NotIdentified, NotYet
 from .diagnosis import Diagnosis
 from .handshake import KVTierHandshake, check_handshakes, group_name, root_of
 from .identity import has_draft_layers
-from .keychain import MAX_KEYS, KeyChain, LoRADigests, NotIdentified, Roots, check_identifiable
+from .keychain import MAX_KEYS, KeyChain, Roots, check_identifiable
 from .leases import Incarnation, Leases, Patience
 from .loading import Loading
 from .mapping import context_ranks
@@ -85,6 +86,7 @@ class SchedulerHalf:
         self._leases: Leases | None = None
         self._patience = Patience(settings.lookup_wait_s, clock())
         self._loras = LoRADigests()
+        self._media = MediaDigests()
         self._roots: Roots | None = None
         self._session = 0  # the leader session that has accepted the group; 0: all is a miss
         self._refused = 0  # a session that has refused it
@@ -94,6 +96,7 @@ class SchedulerHalf:
         self._span = 0  # V = B * D: tokens of one block id
 
         self._tracked: dict[str, Tracked] = {}
+        self._unread: set[str] = set()  # requests with content that is still being read
         # Of leases and operations. A later engine of the same name must not use an
         # operation's number again that the leader still remembers.
         self._ids = itertools.count((secrets.randbits(31) << 32) + 1)
@@ -212,16 +215,37 @@ class SchedulerHalf:
         """Gives a request its key chain, or switches the cache off for it."""
         if self._roots is None or not (t.may_load or t.may_store):
             return
+        r = t.request
+        self._unread.discard(r.request_id)
         try:
-            check_identifiable(t.request, self._chunk, self._ahead)
-            t.chain = KeyChain(t.request, self._roots.root(t.request, t.epoch), self._chunk, self._ahead)
+            check_identifiable(r)
+            root = self._roots.root(r, t.epoch)
+            t.chain = KeyChain(r, root, self._chunk, self._media, self._ahead)
+        except NotYet:
+            self._unread.add(r.request_id)
         except NotIdentified as e:
             self._exclude(t, str(e))
+
+    def _unreadable(self, t: Tracked, now: float) -> bool:
+        """Whether a request is held back until its content is read. It must not be: it
+        goes on without the cache."""
+        self._identify(t)
+        n = t.request.num_tokens - t.local
+        if t.chain is not None or not t.may_load or n < max(self._settings.min_load_tokens, 1):
+            return False
+        if t.patience(now, self._patience.seconds(n)) > 0:
+            t.hold(now)
+            self.stats.add("waits")
+            return True
+        t.let_go(now)
+        self._exclude(t, "what it brings besides tokens took too long to read")
+        return False
 
     def _exclude(self, t: Tracked, why: str) -> None:
         """Leaves one request alone. It must not count against the cache."""
         t.may_load = t.may_store = False
         t.chain = None
+        self._unread.discard(t.request.request_id)
         self.stats.add("not_cached")
         if why not in self._reasons and len(self._reasons) < 100:
             self._reasons.add(why)
@@ -234,6 +258,7 @@ class SchedulerHalf:
         session = self._attached(now)
         t = self._tracked[request.request_id] = Tracked(request, self._epoch, *wishes(request))
         self._identify(t)
+        self._media.see(request.mm_features)
         self.diagnosis.arrived(request, t.chain, self._chunk)
         if session and self._worth_asking(t):
             self._begin(t, session, now)
@@ -280,6 +305,8 @@ class SchedulerHalf:
         if t.frozen:
             # Preempted since the reset, so the old pages are gone.
             self._restart(t)
+        if request.request_id in self._unread and self._unreadable(t, now):
+            return None, False
         if not self._worth_asking(t, local):
             if t.may_load:
                 self.diagnosis.looked_up(request.request_id, request.num_tokens, local, self._chunk)
@@ -373,6 +400,8 @@ class SchedulerHalf:
         session = self._attached(now)
         if not session:
             return
+        for t in [self._tracked[i] for i in self._unread]:
+            self._identify(t)
         self._leases.renew((t.incarnation for t in self._tracked.values()), session, now)
         self._storing.step(self._coordinator, session, self._tracked, output, meta)
         for request_id in output.preempted_req_ids or ():
@@ -404,6 +433,7 @@ class SchedulerHalf:
         """Nothing is stored from here on: the pages go to others before the next
         metadata is executed."""
         self.diagnosis.ended(request.request_id)
+        self._unread.discard(request.request_id)
         t = self._tracked.pop(request.request_id, None)
         if t is None:
             return
@@ -416,6 +446,7 @@ class SchedulerHalf:
 
     def forget(self, request_id: str) -> None:
         """Does nothing more for a request; a load of it is followed to its end."""
+        self._unread.discard(request_id)
         t = self._tracked.pop(request_id, None)
         if t is None:
             return

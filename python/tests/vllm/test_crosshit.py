@@ -5,19 +5,28 @@ Each *world* here has KV of its own in the rig, so that a hit across worlds show
 the counters and as wrong bytes in the pages.
 """
 
+import hashlib
 import random
+import threading
+import uuid
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
-from situations import DOC
-from test_keychain import adapter, image, lora
+from situations import DOC, attempts
+from test_keychain import adapter, image, item, lora
+from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids
+from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.request import RequestStatus
 
-from kvtier.vllm.keychain import NotIdentified
+from kvtier.vllm import content
+from kvtier.vllm.content import NotIdentified, item_digest
+from kvtier.vllm.leases import Patience
 
 STORED = 576  # tokens of DOC in whole chunks
-PHOTO, OTHER_PHOTO = "ab" * 32, "cd" * 32
+PHOTO, OTHER_PHOTO = "a photo", "another one"  # their content
 
 
 @pytest.fixture
@@ -68,7 +77,7 @@ def ask(e, world=0, **kw) -> Counter:
 def learn(e, world=0, **kw):
     """Asks until the document is found. Slots come in the background, so what one
     request brings may not all be taken."""
-    for _ in range(50):
+    for _ in attempts():
         if ask(e, world, **kw)["load_tokens"] == STORED:
             return
     raise AssertionError(f"never found: {kw}")
@@ -87,14 +96,12 @@ WORLDS = {
     "a shorter image": ({"mm_features": [image(70, 90, PHOTO)]}, 64),
     "a later image": ({"mm_features": [image(400, 10, PHOTO)]}, 384),
     "the image and a salt": ({"mm_features": [image(70, 100, PHOTO)], "cache_salt": "three"}, 0),
-    "a name of the caller's": ({"mm_features": [image(10, 100, "photo-1")], "cache_salt": "three"}, 0),
-    "another name": ({"mm_features": [image(10, 100, "photo-2")], "cache_salt": "three"}, 0),
-    "the name with another salt": ({"mm_features": [image(10, 100, "photo-1")], "cache_salt": "four"}, 0),
+    "the image and another salt": ({"mm_features": [image(70, 100, PHOTO)], "cache_salt": "four"}, 0),
 }
 
 STRANGERS = (
     ({"cache_salt": "five"}, 0),
-    ({"mm_features": [image(70, 100, "ef" * 32)]}, 64),
+    ({"mm_features": [image(70, 100, "a third one")]}, 64),
     ({"mm_features": [image(69, 100, PHOTO)]}, 64),
     ({"mm_features": [image(64, 100, PHOTO)]}, 64),
     ({"mm_features": [image(63, 100, PHOTO)]}, 0),
@@ -195,8 +202,15 @@ def not_identified(n):
             },
         ),
         (
-            "an identifier of the caller's and no cache salt",
-            {"mm_features": [image(70, 100, "photo-1")]},
+            "does not hand over the content of its multimodal items",
+            {"mm_features": [image(70, 100, data=None)]},
+        ),
+        (
+            "mm_processor_cache_type shm",
+            {
+                "mm_features": [image(70, 100, data=item(address=1, monotonic_id=1, signature=[]))],
+                "cache_salt": "s",
+            },
         ),
         ("is not a local directory", {"lora_request": lora("some-org/adapter")}),
     )
@@ -213,7 +227,7 @@ def test_what_cannot_be_identified_is_not_cached_and_says_so_once(start, caplog)
                 assert not counts["load_tokens"] and not counts["chunks_offered"], reason
                 assert not counts["lookups"] and not counts["waits"], reason
     said = Counter(m.split("is not cached: ")[1] for m in caplog.messages if "is not cached: " in m)
-    assert len(said) == 3 and set(said.values()) == {1}, said
+    assert len(said) == 4 and set(said.values()) == {1}, said
     for reason, _ in not_identified(0):
         assert any(reason in s for s in said), reason
     assert ask(e)["load_tokens"] == STORED
@@ -235,3 +249,79 @@ def test_tags_share_nothing(start, make, root):
     assert not ask(other, 3)["load_tokens"]
     learn(other, 3)
     assert ask(e, 1)["load_tokens"] == STORED
+
+
+def callers_ids():
+    """What a caller may call an image, or vLLM makes of it."""
+    name = "photo-1"
+    yield from (name, hashlib.md5(name.encode()).hexdigest(), hashlib.sha1(name.encode()).hexdigest())
+    yield from (f"user:{hashlib.md5(name.encode()).hexdigest()}", uuid.uuid4().hex)
+    # As of a content: the first one by the caller, the other by vLLM because of what
+    # the request says of the processing.
+    yield hashlib.sha256(name.encode()).hexdigest()
+    pixels = np.zeros((4, 4, 3), np.uint8)
+    yield ProcessorInputs(
+        prompt=[1],
+        mm_data_items=MultiModalDataParser().parse_mm_data({"image": [pixels]}),
+        mm_uuid_items=parse_mm_uuids({"image": [name]}),
+        hf_processor_mm_kwargs={"num_crops": 4},
+    ).get_mm_hashes("model", "blake3")["image"][0]
+
+
+def test_an_id_of_the_callers_finds_only_the_same_image(start):
+    """The caller gives another image the id of an earlier one, in another life of the
+    engine and in the same one."""
+    ids = list(callers_ids())
+    assert {len(i) for i in ids} >= {32, 40, 64}
+    for salt in (None, "mine"):
+        salted = {"cache_salt": salt, "at": 70}
+        e = start()
+        for name in ids:
+            learn(e, 1, mm_features=[image(70, 100, PHOTO, identifier=name)], **salted)
+        e = start()
+        for n, name in enumerate(ids):
+            found = ask(e, 2 + n, mm_features=[image(70, 100, f"photo {n}", identifier=name)], **salted)
+            assert found["load_tokens"] == 64, f"{name}: KV of another image"
+            found = ask(e, 1, mm_features=[image(70, 100, PHOTO, identifier=f"new {n}")], **salted)
+            assert found["load_tokens"] == STORED, "the same image under another id"
+            # Now nothing tells whose output of the encoder the engine uses.
+            lost = ask(e, 1, mm_features=[image(70, 100, PHOTO, identifier=name)], **salted)
+            assert lost["not_cached"] == 1 and not lost["load_tokens"] and not lost["chunks_offered"]
+
+
+def test_an_image_that_takes_long_to_read_is_waited_for(start, monkeypatch):
+    """The request is held back, and cached all the same; the scheduler never reads."""
+    e = start()
+    gate, readers = threading.Event(), []
+
+    def slow(modality, data):
+        readers.append(threading.current_thread())
+        assert gate.wait(120)
+        return item_digest(modality, data)
+
+    monkeypatch.setattr(content, "item_digest", slow)
+    q = e.add(DOC, 2, world=1, at=70, mm_features=[image(70, 100, PHOTO)])
+    for _ in range(5):
+        assert not e.step().num_scheduled_tokens, "not held back"
+    assert q.request.status == RequestStatus.WAITING and e.half.leftovers()["requests"] == 1
+    gate.set()
+    e.run()
+    assert e.counts["chunks_offered"] and not e.counts["not_cached"]
+    assert readers and threading.current_thread() not in readers
+    learn(e, 1, mm_features=[image(70, 100, PHOTO)])
+
+    # One that is never read costs what a lookup may cost.
+    gate.clear()
+    monkeypatch.setattr(e.half, "_patience", Patience(0.05, 0.0))
+    counts = ask(e, 2, mm_features=[image(70, 100, OTHER_PHOTO)])
+    assert counts["not_cached"] == 1 and not counts["load_tokens"] and not counts["chunks_offered"]
+    # What needs no lookup is not held back, and stored once it is known what it is.
+    monkeypatch.setattr(e.half, "_patience", Patience(60.0, 0.0))
+    no_load = {"extra_args": {"kv_transfer_params": {"kvtier": {"load": False}}}}
+    e.add(DOC, 30, world=3, at=70, mm_features=[image(70, 100, "third")], sampling=no_load)
+    assert e.step().num_scheduled_tokens
+    offered = e.counts["chunks_offered"]
+    gate.set()
+    e.run()
+    assert e.counts["chunks_offered"] >= offered + 9
+    assert not e.half._unread

@@ -1,18 +1,29 @@
 """Keys of requests, against a second implementation of the published encoding."""
 
+import gc
 import hashlib
 import struct
+import threading
+import time
 
 import numpy as np
 import pytest
+import torch
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvtier.vllm import keychain
-from kvtier.vllm.keychain import KeyChain, LoRADigests, NotIdentified, Roots
+from kvtier.vllm.content import LoRADigests, MediaDigests, NotIdentified, NotYet, item_digest
+from kvtier.vllm.keychain import KeyChain, Roots
 
 FP = bytes(range(32))
 C = 8
@@ -24,13 +35,39 @@ def request(tokens, **kw):
     return Request(request_id="r", prompt_token_ids=tokens, **kw)
 
 
-def image(offset, length, identifier="ab" * 32, modality="image"):
+def item(**fields):
+    """What a processor makes of an image."""
+    field = MultiModalSharedField(batch_size=1)
+    return MultiModalKwargsItem({k: MultiModalFieldElem(data=v, field=field) for k, v in fields.items()})
+
+
+def picture(content="a"):
+    return item(
+        pixel_values=torch.frombuffer(bytearray(content.encode() * 64), dtype=torch.uint8).view(8, -1),
+        image_grid_thw=torch.tensor([1, 4, 4]),
+    )
+
+
+def image(offset, length, content="a", modality="image", identifier=None, data=...):
+    """``identifier``: as the engine hashed it, when it is not given."""
     return MultiModalFeatureSpec(
-        data=None,
+        data=picture(content) if data is ... else data,
         modality=modality,
-        identifier=identifier,
+        identifier=identifier or hashlib.sha256(f"{modality} {content}".encode()).hexdigest(),
         mm_position=PlaceholderRange(offset=offset, length=length),
     )
+
+
+class Media(MediaDigests):
+    """Digests that a test waits for."""
+
+    def get(self, features):
+        for _ in range(6000):
+            try:
+                return MediaDigests.get(self, features)
+            except NotYet:
+                time.sleep(0.01)
+        raise AssertionError("never read")
 
 
 # ---- the encoding, once more
@@ -68,7 +105,7 @@ def test_plain_chain_and_incremental_growth(roots):
     tokens = list(range(100, 100 + 5 * C + 3))
     want = chain_of(root_of([]), tokens)
     r = request(tokens)
-    chain = KeyChain(r, roots.root(r, b""), C)
+    chain = KeyChain(r, roots.root(r, b""), C, Media())
     assert made(chain, 5) == want and len(chain) == 0, "a lookup keeps nothing"
     for n in (1, 2, 5):
         chain.extend(n)
@@ -87,7 +124,7 @@ def test_plain_chain_and_incremental_growth(roots):
 def test_keys_follow_tokens_that_came_later(roots):
     """A streaming session replaces its last token; kept keys end before it."""
     r = request(list(range(C + C - 1)))
-    chain = KeyChain(r, roots.root(r, b""), C)
+    chain = KeyChain(r, roots.root(r, b""), C, Media())
     r.append_output_token_ids(7)
     early = made(chain, 2)
     r._all_token_ids[-1] = 9
@@ -126,13 +163,15 @@ def test_prefix_extras_separate(roots):
 
 def test_multimodal_items_are_in_every_chunk_they_touch(roots):
     tokens = list(range(4 * C))
-    items = [image(5, 10), image(2 * C + 1, 2, "cd" * 32, "audio")]
+    items = [image(5, 10), image(2 * C + 1, 2, "b", "audio")]
     r = request(tokens, mm_features=items)
+    contents = [item_digest("image", picture()), item_digest("audio", picture("b"))]
     digests = [
-        keychain.multimodal_digest("image", "ab" * 32, 10),
-        keychain.multimodal_digest("audio", "cd" * 32, 2),
+        keychain.multimodal_digest("image", contents[0], 10),
+        keychain.multimodal_digest("audio", contents[1], 2),
     ]
-    spelled = struct.pack("<I", 5) + b"image" + struct.pack("<I", 64) + b"ab" * 32 + struct.pack("<I", 10)
+    spelled = struct.pack("<I", 5) + b"image" + struct.pack("<I", 64) + contents[0].hex().encode()
+    spelled += struct.pack("<I", 10)
     assert digests[0] == hashlib.sha256(spelled).digest()
     place = {
         0: [extra(16, digests[0], 5)],
@@ -141,37 +180,125 @@ def test_multimodal_items_are_in_every_chunk_they_touch(roots):
         3: [],
     }
     want = chain_of(root_of([]), tokens, lambda j: place[j])
-    chain = KeyChain(r, roots.root(r, b""), C)
+    chain = KeyChain(r, roots.root(r, b""), C, Media())
     assert made(chain, 4) == want
     # Piece by piece gives the same: chunk numbers are relative to what is handed over.
     for n in (1, 2, 3, 4):
         chain.extend(n)
     assert [k.tobytes() for k in chain.kept(0, 4)] == want
-    moved = KeyChain(request(tokens, mm_features=[image(6, 10), items[1]]), roots.root(r, b""), C)
-    other = KeyChain(request(tokens, mm_features=[image(5, 10, "ee" * 32), items[1]]), roots.root(r, b""), C)
-    assert len({made(c, 4)[0] for c in (chain, moved, other)}) == 3
+    for other in (image(6, 10), image(5, 10, "c"), image(5, 9), image(5, 10, modality="video")):
+        r = request(tokens, mm_features=[other, items[1]])
+        assert not set(want) & set(made(KeyChain(r, roots.root(r, b""), C, Media()), 4)), other
+    # The identifier is not part of it.
+    r = request(tokens, mm_features=[image(5, 10, identifier="photo-1"), items[1]])
+    assert made(KeyChain(r, roots.root(r, b""), C, Media()), 4) == want
 
 
 def test_what_cannot_be_identified():
-    import torch
-
     tokens = list(range(2 * C))
     keychain.check_identifiable(request(tokens))
-    keychain.check_identifiable(request(tokens, mm_features=[image(0, 4)]))
-    keychain.check_identifiable(request(tokens, mm_features=[image(0, 4, "lora:" + "ab" * 32)]))
-    keychain.check_identifiable(request(tokens, mm_features=[image(0, 4, "photo-1")], cache_salt="mine"))
-    with pytest.raises(NotIdentified, match="caller"):
-        keychain.check_identifiable(request(tokens, mm_features=[image(0, 4, "photo-1")]))
     with pytest.raises(NotIdentified, match="embeddings"):
         keychain.check_identifiable(request(None, prompt_embeds=torch.zeros(C, 4)))
     with pytest.raises(NotIdentified, match="pooling"):
         keychain.check_identifiable(request(tokens, sampling_params=None, pooling_params=PoolingParams()))
 
 
+# ---- media
+
+
+def test_an_item_is_its_processed_content():
+    same = picture("a")
+    assert item_digest("image", same) == item_digest("image", picture("a"))
+    pixels, grid = same["pixel_values"].data, same["image_grid_thw"].data
+    transposed = item(pixel_values=pixels.t().contiguous().t(), image_grid_thw=grid)
+    assert not transposed["pixel_values"].data.is_contiguous()
+    assert item_digest("image", transposed) == item_digest("image", same), "strides are no content"
+    wide = torch.arange(64, dtype=torch.bfloat16)
+    others = [
+        ("video", same),
+        ("image", picture("b")),
+        ("image", item(pixel_values=pixels, image_grid_thw=torch.tensor([1, 2, 8]))),
+        ("image", item(pixel_values=pixels.view(16, -1), image_grid_thw=grid)),
+        ("image", item(pixel_values=pixels.view(torch.int8), image_grid_thw=grid)),
+        ("image", item(pixel_value=pixels, image_grid_thw=grid)),
+        ("image", item(pixel_values=pixels)),
+        ("image", item(pixel_values=[pixels], image_grid_thw=grid)),
+        ("image", item(pixel_values=[pixels[:4], pixels[4:]], image_grid_thw=grid)),
+        ("image", item(pixel_values=pixels, image_grid_thw=grid, crops=1)),
+        ("image", item(pixel_values=pixels, image_grid_thw=grid, crops=2)),
+        ("image", item(pixel_values=pixels, image_grid_thw=grid, crops="1")),
+        ("image", item(pixel_values=wide)),
+        ("image", item(pixel_values=wide.view(torch.float16))),
+        ("image", item(pixel_values=torch.tensor(True))),
+    ]
+    assert len({item_digest(*o) for o in others} | {item_digest("image", same)}) == len(others) + 1
+
+
+@pytest.mark.parametrize(
+    "data, why",
+    [
+        (None, "does not hand over"),
+        (item(address=1, monotonic_id=2, signature=[]), "mm_processor_cache_type shm"),
+        (item(number=1), "no tensor"),
+        (item(pixel_values=torch.empty(0)), "no tensor"),
+        (item(pixel_values=torch.ones(2, device="meta")), "lies on meta"),
+        (item(pixel_values=torch.ones(2), more=object()), "holds a object"),
+    ],
+)
+def test_an_item_without_content_is_not_identified(roots, data, why):
+    r = request(list(range(2 * C)), mm_features=[image(1, 4), image(6, 4, data=data)], cache_salt="mine")
+    with pytest.raises(NotIdentified, match=why):
+        KeyChain(r, roots.root(r, b""), C, Media())
+
+
+def test_an_identifier_of_two_contents_stands_for_none():
+    """vLLM's encoder cache finds the output for the first one by it."""
+    media = Media()
+    (one,) = media.get([image(0, 4, "a", identifier="photo-1")])
+    assert media.get([image(0, 4, "a", identifier="photo-1")]) == [one], "the same content again"
+    assert media.get([image(0, 4, "a", identifier="photo-2")]) == [one]
+    for content in ("b", "a", "b"):
+        with pytest.raises(NotIdentified, match="another one had before"):
+            media.get([image(0, 4, content, identifier="photo-1")])
+    assert media.get([image(0, 4, "a", identifier="photo-2")]) == [one]
+    # Also when nobody ever asked for the content of the first one.
+    media.see([image(0, 4, "a", identifier="photo-3")])
+    with pytest.raises(NotIdentified, match="another one had before"):
+        media.get([image(0, 4, "b", identifier="photo-3")])
+
+
+def test_media_are_read_once_elsewhere_and_not_kept(monkeypatch):
+    from kvtier.vllm import content
+
+    readers, gate = [], threading.Event()
+
+    def slow(modality, data):
+        readers.append(threading.current_thread())
+        assert gate.wait(60)
+        return item_digest(modality, data)
+
+    monkeypatch.setattr(content, "item_digest", slow)
+    media = MediaDigests()
+    features = [image(0, 4), image(5, 4, "b")]
+    for _ in range(3):
+        with pytest.raises(NotYet):
+            media.get(features)
+    gate.set()
+    found = Media.get(media, features)
+    assert found == [item_digest("image", picture(c)) for c in "ab"]
+    assert len(readers) == 2 and threading.current_thread() not in readers
+    assert media.get(features) == found and len(readers) == 2
+    assert len(media._items) == 2
+    del features
+    Media.get(media, [last := image(0, 4, "c")])
+    gc.collect()
+    assert list(media._items) == [id(last.data)]
+
+
 def test_tokens_that_are_no_tokens(roots):
     r = request([-1] * C)
     with pytest.raises((OverflowError, ValueError, TypeError)):
-        KeyChain(r, roots.root(r, b""), C).lookup(1)
+        KeyChain(r, roots.root(r, b""), C, Media()).lookup(1)
 
 
 # ---- LoRA
@@ -241,7 +368,7 @@ def test_lora_that_is_not_there(tmp_path):
 
 def test_kept_keys_are_a_copy(roots):
     r = request(list(range(2 * C)))
-    chain = KeyChain(r, roots.root(r, b""), C)
+    chain = KeyChain(r, roots.root(r, b""), C, Media())
     chain.extend(2)
     kept = chain.kept(0, 2)
     assert kept.dtype == np.uint8 and kept.flags.c_contiguous
@@ -252,28 +379,28 @@ def test_kept_keys_are_a_copy(roots):
 def test_keys_that_name_the_next_token(roots):
     """Draft layers look one token ahead."""
     tokens = list(range(500, 500 + 3 * C + 1))
-    item = image(C - 2, 4)
-    (digest,) = {keychain.multimodal_digest(item.modality, item.identifier, 4)}
+    photo = image(C - 2, 4)
+    digest = keychain.multimodal_digest("image", item_digest("image", picture()), 4)
 
     def extras_of(j):
         items = {0: [extra(16, digest, C - 2)], 1: [extra(16, digest, -2)]}.get(j, [])
         return [*items, extra(18, struct.pack("<I", tokens[(j + 1) * C]), C)]
 
-    r = request(tokens, mm_features=[item])
+    r = request(tokens, mm_features=[photo])
     want = chain_of(root_of([]), tokens, extras_of)
-    chain = KeyChain(r, roots.root(r, b""), C, ahead=1)
+    chain = KeyChain(r, roots.root(r, b""), C, Media(), ahead=1)
     assert made(chain, 3) == want
     for n in (1, 3):
         chain.extend(n)
         assert [k.tobytes() for k in chain.kept(0, n)] == want[:n]
     whole = request(tokens[:-1])
     with pytest.raises(IndexError):  # nobody knows what comes after the third chunk
-        KeyChain(whole, roots.root(whole, b""), C, ahead=1).lookup(3)
+        KeyChain(whole, roots.root(whole, b""), C, Media(), ahead=1).lookup(3)
     for offset, known in ((0, True), (C - 1, True), (C, False), (2 * C, False)):
         r = request(tokens, mm_features=[image(offset, 2)])
-        keychain.check_identifiable(r, C)
+        KeyChain(r, b"r" * 32, C, Media())
         if known:
-            keychain.check_identifiable(r, C, 1)
+            KeyChain(r, b"r" * 32, C, Media(), 1)
         else:
             with pytest.raises(NotIdentified, match="begins where a chunk ends"):
-                keychain.check_identifiable(r, C, 1)
+                KeyChain(r, b"r" * 32, C, Media(), 1)

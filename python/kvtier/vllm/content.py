@@ -1,0 +1,275 @@
+"""Digests of what a request brings besides tokens: its media and its LoRA adapter.
+
+Names say nothing: a caller may give another image the id of an earlier one, and train
+an adapter again into the same directory. So both are read, on threads of their own:
+they may be large and lie on a file system that does not answer, and the caller is the
+scheduler's loop. It waits at most WAIT_S and asks again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import re
+import struct
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+#: How long a caller waits for all that it asks for at once.
+WAIT_S = 0.001
+#: Identifiers of media whose content is remembered: far more than an encoder cache or
+#: the engine's prefix cache hold at a time.
+REMEMBERED = 1 << 16
+
+_ADAPTER_FILES = re.compile(r"adapter_config\.json|.*\.(?:safetensors|bin|pt|pth)", re.DOTALL)
+
+
+class NotIdentified(Exception):
+    """A request whose KV cannot be named; the text says why."""
+
+
+class NotYet(NotIdentified):
+    """What a request brings is still being read. Ask again soon."""
+
+
+class LoRADigests:
+    """SHA-256 over the content of adapters.
+
+    Files are read once per (path, mtime, size), by a thread of their own: an
+    adapter may be a gigabyte and the caller is the scheduler's loop. Until the
+    digest is there, requests of that adapter are not cached.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._digests: dict[tuple, bytes | str | None] = {}  # None: being read; str: why not
+        self._loaded: dict[tuple[int, str], bytes] = {}
+
+    def get(self, lora: LoRARequest) -> bytes:
+        """Returns the digest, or raises NotIdentified. Never reads content."""
+        path = Path(os.path.expanduser(lora.lora_path))
+        files = self._files(path)
+        signature = (str(path), *((name, st.st_mtime_ns, st.st_size) for name, st in files))
+        with self._lock:
+            if signature not in self._digests:
+                self._digests[signature] = None
+                threading.Thread(
+                    target=self._read,
+                    args=(signature, path, [name for name, _ in files]),
+                    name="kvtier-lora-digest",
+                    daemon=True,
+                ).start()
+            digest = self._digests[signature]
+            if digest is None:
+                raise NotIdentified("the LoRA adapter is still being read")
+            if isinstance(digest, str):
+                raise NotIdentified(digest)
+            # The engine reads an adapter when it is first used and may not read
+            # it again when the files change; which weights are in use is then
+            # not known, unless the request itself says that they are reloaded.
+            slot = (lora.lora_int_id, str(path))
+            if lora.load_inplace:
+                self._loaded[slot] = digest
+            if self._loaded.setdefault(slot, digest) != digest:
+                raise NotIdentified("the files of the LoRA adapter changed after it was first used")
+            return digest
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until nothing is being read; for tests and warm-up."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            with self._lock:
+                if None not in self._digests.values():
+                    return True
+            time.sleep(0.005)
+        return False
+
+    @staticmethod
+    def _files(path: Path) -> list[tuple[str, os.stat_result]]:
+        try:
+            if not path.is_dir():
+                raise NotIdentified(f"the LoRA adapter {path} is not a local directory")
+            names = sorted(p.name for p in path.iterdir() if _ADAPTER_FILES.fullmatch(p.name))
+            files = [(name, (path / name).stat()) for name in names]
+        except OSError as e:
+            raise NotIdentified(f"the LoRA adapter cannot be read ({e})") from e
+        if not any(name != "adapter_config.json" for name, _ in files):
+            raise NotIdentified(f"the LoRA adapter {path} has no weight files")
+        return files
+
+    def _read(self, signature: tuple, path: Path, names: list[str]) -> None:
+        result: bytes | str
+        try:
+            h = hashlib.sha256()
+            for name in names:
+                with open(path / name, "rb") as f:
+                    content = hashlib.file_digest(f, "sha256")
+                    h.update(struct.pack("<IQ", len(name.encode()), f.tell()))
+                h.update(name.encode() + content.digest())
+            # What changed while it was read is some mixture of two adapters.
+            after = self._files(path)
+            now = (str(path), *((name, st.st_mtime_ns, st.st_size) for name, st in after))
+            result = h.digest() if now == signature else "the files of the LoRA adapter are changing"
+        except (OSError, NotIdentified) as e:
+            result = f"the LoRA adapter cannot be read ({e})"
+        with self._lock:
+            self._digests[signature] = result
+
+
+class MediaDigests:
+    """SHA-256 over what the engine's encoder is given for an item: the processed
+    tensors, not the file they came from.
+
+    vLLM's own identifier of an item is no help. It is a hash of the content, or what
+    the caller chose, or a hash of what the caller chose, and nothing tells which. But
+    vLLM finds an encoder's output by it, so an identifier that came with two contents
+    says nothing any more of what either request got.
+
+    Each item is read once, while the engine keeps it, in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # By id of the item, which lives as long as its weak reference says.
+        self._items: dict[int, tuple[weakref.ref, bytes | str | None]] = {}  # str: why not
+        self._contents: OrderedDict[str, bytes] = OrderedDict()  # b"": more than one
+        self._jobs: queue.SimpleQueue[tuple[MultiModalFeatureSpec, Any]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def see(self, features: Sequence[MultiModalFeatureSpec]) -> bool:
+        """Begins to read what has not been read yet, and returns whether there was
+        such. Also for requests that are not cached: others may get the output of the
+        encoder for one of their items."""
+        with self._changed:
+            return any([self._see(f) for f in features])
+
+    def get(self, features: Sequence[MultiModalFeatureSpec]) -> list[bytes]:
+        """The digests of all items of a request. Raises NotIdentified; waits only when
+        it is the first to ask."""
+        if not features:
+            return []
+        new = self.see(features)
+        with self._changed:
+            if new:
+                self._changed.wait_for(lambda: None not in map(self._known, features), WAIT_S)
+            found = [self._known(f) for f in features]
+            for digest in found:
+                if isinstance(digest, str):
+                    raise NotIdentified(digest)
+            if None in found:
+                raise NotYet("its multimodal items are still being read")
+            for f, digest in zip(features, found, strict=True):
+                self._note(f.identifier, digest)
+            if any(not self._contents[f.identifier] for f in features):
+                raise NotIdentified("a multimodal item has an identifier that another one had before")
+            return found
+
+    def _see(self, feature: MultiModalFeatureSpec) -> bool:
+        if _elsewhere(feature):
+            return False
+        item = feature.data
+        at = id(item)
+        known = self._items.get(at)
+        if known is not None and known[0]() is item:
+            return False
+        self._items[at] = (weakref.ref(item, lambda _: self._forget(at)), None)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvtier-media-digest", daemon=True)
+            self._thread.start()
+        self._jobs.put((feature, item))
+        return True
+
+    def _known(self, feature: MultiModalFeatureSpec) -> bytes | str | None:
+        return _elsewhere(feature) or self._items[id(feature.data)][1]
+
+    def _forget(self, at: int) -> None:
+        # Runs wherever the last reference ends, so it must not take the lock.
+        known = self._items.get(at)
+        if known is not None and known[0]() is None:
+            del self._items[at]
+
+    def _note(self, identifier: str, digest: bytes) -> None:
+        if self._contents.setdefault(identifier, digest) != digest:
+            self._contents[identifier] = b""
+        self._contents.move_to_end(identifier)
+        if len(self._contents) > REMEMBERED:
+            self._contents.popitem(last=False)
+
+    def _run(self) -> None:
+        while True:
+            feature, item = self._jobs.get()
+            result: bytes | str
+            try:
+                result = item_digest(feature.modality, item)
+            except NotIdentified as e:
+                result = str(e)
+            except Exception as e:  # whatever it is, the next item is another one
+                result = f"a multimodal item cannot be read ({type(e).__name__}: {e})"
+            with self._changed:
+                self._items[id(item)] = (self._items[id(item)][0], result)
+                if isinstance(result, bytes):
+                    self._note(feature.identifier, result)
+                self._changed.notify_all()
+            del feature, item
+
+
+def _elsewhere(feature: MultiModalFeatureSpec) -> str:
+    """Why the scheduler does not see the content of an item; empty when it does."""
+    if feature.data is None:
+        return "the engine does not hand over the content of its multimodal items"
+    if "address" in feature.data:
+        return (
+            "multimodal items lie where the scheduler does not see them (mm_processor_cache_type shm); "
+            "with the default one, lru, they are cached"
+        )
+    return ""
+
+
+def item_digest(modality: str, item: Any) -> bytes:
+    """SHA-256 over the modality and the processed content of an item: its fields by
+    name, each with type, shape and bytes. Raises NotIdentified for what has no bytes of
+    its own."""
+    h = hashlib.sha256()
+    _text(h, modality)
+    tensors = 0
+    for name in sorted(item):
+        _text(h, name)
+        tensors += _update(h, item[name].data)
+    if not tensors:
+        raise NotIdentified("a multimodal item holds no tensor")
+    return h.digest()
+
+
+def _text(h: Any, text: str) -> None:
+    encoded = text.encode()
+    h.update(struct.pack("<Q", len(encoded)) + encoded)
+
+
+def _update(h: Any, value: Any) -> int:
+    """Hashes a value so that no other one has the same bytes; returns how many tensors
+    it holds."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise NotIdentified(f"a multimodal item lies on {value.device.type}, not in memory")
+        _text(h, f"tensor {value.dtype} {tuple(value.shape)}")
+        h.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return int(value.numel() > 0)
+    if isinstance(value, (list, tuple)):
+        _text(h, f"list {len(value)}")
+        return sum(_update(h, v) for v in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        _text(h, f"{type(value).__name__} {value!r}")
+        return 0
+    raise NotIdentified(f"a multimodal item holds a {type(value).__name__}")
