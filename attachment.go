@@ -30,6 +30,7 @@ type attachment struct {
 	charges  []uint32           // by slot: leases and loads of this member that count it
 	charged  int                // slots with a charge
 	onDisk   int                // chunks leased by number
+	leased   int                // chunks in its leases
 	served   [wire.Types]uint64 // requests, by type
 	copying  func() bool        // whether it may touch a slot that was taken back; nil: it may
 }

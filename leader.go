@@ -18,10 +18,12 @@ const (
 	groupTimeout     = 60 * time.Second // then an incomplete group is named in the log
 	probeBudget      = 2 * time.Millisecond
 	longestDeferral  = 60 * time.Second
-	maxProbes        = 4     // probing goroutines at once
-	maxLeasedOnDisk  = 65536 // chunks of a member
-	maxLeases        = 65536 // of a member
-	cancelledPerCrew = 1024  // remembered operations that were cancelled as unsent
+	maxProbes        = 4       // probing goroutines at once
+	maxLeasedOnDisk  = 65536   // chunks of a member
+	maxLeases        = 65536   // of a member
+	maxLeasedChunks  = 1 << 20 // of a member, however they are held: 44 bytes each
+	leasesOfAll      = 4       // times what a member may have
+	cancelledPerCrew = 1024    // remembered operations that were cancelled as unsent
 )
 
 // leader owns index, slots and operations of all namespaces of one root.
@@ -55,6 +57,10 @@ type leader struct {
 	probes     int
 	starved    []*loadOp // loads that wait for a slot, oldest first
 	hungry     []*lease  // leases whose reads wait for the arena to grow
+	loads      int       // that run, of all groups
+	loadChunks int       // of which these loads keep a verdict
+	leases     int       // of all members
+	leased     int       // chunks in them
 	freed      bool      // a slot may have become free since these were last tried
 	outbox     []func()
 	retiring   map[*space]chan struct{} // vacant namespaces whose memory is given back; closed when it is

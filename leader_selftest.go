@@ -276,18 +276,9 @@ func (t *selfTest) leaveDRAM() {
 
 func (t *selfTest) load() {
 	l := t.g.l
-	o := &loadOp{
-		g: t.g, sp: t.sp, op: t.op, owner: t.crew.members[0], crew: t.crew, count: &l.testCount,
-		keys: t.keys, verdicts: make([]wire.Verdict, len(t.keys)), busy: make([]uint64, t.sp.window()),
-		unreadable: len(t.keys),
-	}
-	for i := range o.verdicts {
-		o.verdicts[i].Code = wire.Later
-	}
-	t.g.loads[o.op] = o
-	t.sp.loads[o] = struct{}{}
+	o := t.g.newLoad(t.op, t.crew.members[0], 0, t.keys)
+	o.crew, o.count = t.crew, &l.testCount
 	t.step = testLoading
-	l.hurry()
 	o.openWindow(0)
 	t.advance()
 }

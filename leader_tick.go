@@ -47,7 +47,7 @@ func (l *leader) tick() time.Duration {
 		}
 		for _, o := range g.loads {
 			o.expire(now)
-			waiting = waiting || o.decided < len(o.keys)
+			waiting = waiting || o.decided < o.total
 			idle = idle || o.owner.isGone
 		}
 		if g.test != nil && g.test.expire(now) {

@@ -44,13 +44,30 @@ type fill struct {
 	key   chunk.Key
 	until time.Time
 	ended bool
-	waits []fillWait
+	waits map[fillWait]struct{} // exactly those that wait still
+	loads map[*loadOp]int       // by load that waits, the chunk's index in it
 }
 
-// fillWait is one key of a lease. The lease may have dropped it meanwhile.
+// fillWait is one key of a lease.
 type fillWait struct {
 	lease *lease
 	index int
+}
+
+func (f *fill) addWait(w fillWait) {
+	if f.waits == nil {
+		f.waits = make(map[fillWait]struct{})
+	}
+	f.waits[w] = struct{}{}
+}
+
+func (f *fill) addLoad(o *loadOp, i int) {
+	if f.loads == nil {
+		f.loads = make(map[*loadOp]int)
+	}
+	if _, has := f.loads[o]; !has { // the lowest, should a run name a key twice
+		f.loads[o] = i
+	}
 }
 
 // openSpace gives the space of a namespace, opening it if no group uses it yet. It
@@ -277,13 +294,13 @@ func (sp *space) fillEnded(f *fill, ok bool) {
 	if !ok {
 		sp.counts(f.key).FillsFailed++
 	}
-	for _, w := range f.waits {
+	for w := range f.waits {
 		w.lease.fillEnded(w.index, f, ok)
 	}
-	f.waits = nil
-	for o := range sp.loads {
-		o.fillEnded(f, ok)
+	for o, i := range f.loads {
+		o.fillEnded(i, f, ok)
 	}
+	f.waits, f.loads = nil, nil
 }
 
 // giveUpFills ends the reads that are over their deadline: the keys are unindexed,

@@ -68,6 +68,7 @@ type loadCounters struct {
 	Failed       uint64 `json:"failed"`
 	Expired      uint64 `json:"expired"`
 	LeaseLost    uint64 `json:"lease_lost"`
+	Busy         uint64 `json:"busy"` // refused: too many loads, or of too many chunks, run
 	Ignored      uint64 `json:"done_ignored"`
 }
 

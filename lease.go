@@ -78,7 +78,7 @@ func (a *attachment) found(sp *space, req *wire.Request, keys []chunkKey, reply 
 		r.Hits = a.prefetch(sp, req.Run.First, keys)
 		return r
 	}
-	if len(a.leases) >= maxLeases && a.leases[req.Run.Lease] == nil {
+	if full := len(a.leases) >= maxLeases || a.l.leases >= leasesOfAll*maxLeases; full && a.leases[req.Run.Lease] == nil {
 		r.Status = wire.StatusBusy
 		return r
 	}
@@ -138,7 +138,10 @@ func (a *attachment) lease(sp *space, run *wire.Run, keys []chunkKey) *lease {
 		h := le.hits()
 		l.countLookup(sp, h, len(keys), h.Leased)
 	}
-	a.leases[run.Lease] = le // also without any key: a load with it is merely a miss
+	if a.leases[run.Lease] != le {
+		a.leases[run.Lease] = le // also without any key: a load with it is merely a miss
+		l.leases++
+	}
 	l.watch()
 	le.answerWaits()
 	return le
@@ -154,10 +157,6 @@ func (le *lease) touch() { le.until = le.a.l.now().Add(le.a.l.opts.leaseTTL) }
 // the rest is kept as well as the caps allow. It stops at the first key that is not
 // held; what only a cap keeps out of the lease is still counted as held.
 func (le *lease) extend(keys []chunkKey) {
-	if len(keys) > cap(le.keys) {
-		le.keys = append(make([]chunkKey, 0, len(keys)), le.keys...)
-		le.holds = append(make([]hold, 0, len(keys)), le.holds...)
-	}
 	pin := le.flags&wire.LeasePin != 0
 	fetch := le.flags&wire.LeasePrefetch != 0
 	open := true // the lease still grows
@@ -173,6 +172,10 @@ func (le *lease) extend(keys []chunkKey) {
 		ready, coming := p.State == tier.Ready, p.State == tier.Filling
 		if !ready && (!coming && (p.State != tier.Free || !le.sp.OnDisk(k)) || le.hasBad && k == le.bad) {
 			break
+		}
+		if open && i >= len(le.keys) && !le.mayGrow() {
+			le.a.l.count.Misses.OverCap++
+			open = false
 		}
 		if !open {
 			continue
@@ -218,6 +221,7 @@ func (le *lease) extend(keys []chunkKey) {
 		case i >= len(le.keys):
 			le.keys = append(le.keys, k)
 			le.holds = append(le.holds, hold{})
+			le.count(1)
 		case h.kind != pinned && h.kind == le.holds[i].kind && h.ref == le.holds[i].ref:
 			le.holds[i].ready = ready // kept as it was
 			continue
@@ -233,6 +237,18 @@ func (le *lease) extend(keys []chunkKey) {
 		le.a.l.hungry = append(le.a.l.hungry, le)
 		le.a.l.hurry()
 	}
+}
+
+// mayGrow says whether the lease may name one chunk more. How a chunk is held costs
+// what the caps count, its name costs memory.
+func (le *lease) mayGrow() bool {
+	return le.a.leased < maxLeasedChunks && le.a.l.leased < leasesOfAll*maxLeasedChunks
+}
+
+// count notes how many chunks more the lease names.
+func (le *lease) count(more int) {
+	le.a.leased += more
+	le.a.l.leased += more
 }
 
 // refill tries the reads again that had to wait for slots.
@@ -271,8 +287,7 @@ func (le *lease) take(i int, h hold) {
 	case filling:
 		le.sp.charge(le.a, h.ref.Slot)
 		le.pending++
-		f := le.sp.fills[h.ref.Slot]
-		f.waits = append(f.waits, fillWait{le, i})
+		le.sp.fills[h.ref.Slot].addWait(fillWait{le, i})
 	case onlyDRAM:
 		le.sp.charge(le.a, h.ref.Slot)
 		le.sp.Hold(le.keys[i])
@@ -293,6 +308,9 @@ func (le *lease) release(i int) {
 	case filling:
 		le.sp.uncharge(le.a, h.ref.Slot)
 		le.pending--
+		if f := le.sp.fills[h.ref.Slot]; f != nil && f.ref == h.ref {
+			delete(f.waits, fillWait{le, i})
+		}
 	case onlyDRAM:
 		le.sp.uncharge(le.a, h.ref.Slot)
 		le.sp.Unhold(le.keys[i])
@@ -314,12 +332,17 @@ func (le *lease) drop(from, to int) {
 func (le *lease) truncate(n int) {
 	if n < len(le.keys) {
 		le.drop(n, len(le.keys))
+		le.count(n - len(le.keys))
 		le.keys, le.holds = le.keys[:n], le.holds[:n]
+		if cap(le.keys) > 4*n { // what it does not name takes no memory
+			le.keys, le.holds = append([]chunkKey(nil), le.keys...), append([]hold(nil), le.holds...)
+		}
 	}
 }
 
 // discharge takes the charges of all holds away, or puts them back.
 func (le *lease) discharge(sign int) {
+	le.count(sign * len(le.keys))
 	for _, h := range le.holds {
 		switch {
 		case h.kind == byNumber:
@@ -394,6 +417,7 @@ func (le *lease) answerNow() {
 func (le *lease) detach() {
 	if le.a.leases[le.id] == le {
 		delete(le.a.leases, le.id)
+		le.a.l.leases--
 	}
 	le.answerNow()
 	le.ended = true

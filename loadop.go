@@ -11,26 +11,33 @@ import (
 // the arena, window by window, so that a run longer than the arena streams through
 // it. Verdicts are decided in order, once, for all ranks: verdicts[:decided] never
 // change. It exists until all ranks have ended it. Guarded by the leader's lock.
+//
+// What it remembers is bounded: keys are kept while any is undecided, and of verdicts
+// that are all FAILED only where they begin. How many loads there may be, and of how
+// many chunks, bounds mayLoad.
 type loadOp struct {
 	g     *group
 	sp    *space
 	op    uint64
 	owner *attachment // whose caps the pins count against
 	crew  *crew
-	count *counters // the leader's; a self-test has its own
-	first uint32    // ordinal of keys[0]
-	keys  []chunkKey
+	count *counters  // the leader's; a self-test has its own
+	first uint32     // ordinal of the first chunk
+	total int        // chunks
+	keys  []chunkKey // of all chunks, or nil when all are decided
 
-	verdicts []wire.Verdict
+	verdicts []wire.Verdict // of the leading chunks; behind them all are FAILED
 	decided  int
 	from, to int       // the open window
 	busy     []uint64  // by chunk of the window: ranks that may still read the slot
+	reading  []*fill   // by chunk of the window: the read that tells this load of its end
 	until    time.Time // the window's reads, once they are in its copies, are late
 
 	lease       *lease // taken over from the coordinator; nil: none, or nothing is left of it
 	leaseOffset int    // index in the lease of keys[0]
 	unreadable  int    // the lowest index whose read failed
 	starved     bool   // it waits for a slot
+	queued      bool   // in the leader's list of such loads
 	ended       uint64 // ranks that have ended the operation
 	waits       []loadWait
 }
@@ -40,6 +47,21 @@ type loadWait struct {
 	rank  int
 	first int
 	deferral
+}
+
+// Bounds of the loads that run at once. A group has as many as a rank queues; all of
+// them together are of no more chunks than the pages of a very large engine hold, and
+// what is over that is answered BUSY, which is a miss. All groups have four times that.
+const (
+	maxLoadChunks = 1 << 20 // of a group: 48 bytes each
+	loadsOfAll    = 4       // times what a group may have
+)
+
+// mayLoad says whether one more load of n chunks stays within the bounds.
+func (g *group) mayLoad(n int) bool {
+	l := g.l
+	return len(g.loads) < maxLoads && g.loadChunks+n <= maxLoadChunks &&
+		l.loads < loadsOfAll*maxLoads && l.loadChunks+n <= loadsOfAll*maxLoadChunks
 }
 
 // loadBegin takes the lease over and opens the first window. The reply has READY
@@ -65,26 +87,57 @@ func (a *attachment) loadBegin(req *wire.Request) *wire.Reply {
 		l.count.Loads.LeaseLost++
 		return refusal(req, wire.StatusStale)
 	}
+	if !g.mayLoad(len(run.Keys)) {
+		l.count.Loads.Busy++
+		return refusal(req, wire.StatusBusy) // the lease stays
+	}
+	o := g.newLoad(req.Op, a, run.First, append([]chunkKey(nil), run.Keys...))
+	o.crew, o.count = g.crew, &l.count
+	if le != nil {
+		o.takeOver(le)
+	}
+	o.openWindow(0)
+	r := answer(req)
+	r.Verdicts = o.verdictsOf(0, o.total)
+	return r
+}
+
+// newLoad registers a load; the caller fills in crew and count, and opens its window.
+func (g *group) newLoad(op uint64, owner *attachment, first uint32, keys []chunkKey) *loadOp {
+	sp, n := g.space, len(keys)
 	o := &loadOp{
-		g: g, sp: sp, op: req.Op, owner: a, crew: g.crew, count: &l.count, first: run.First,
-		keys:       append([]chunkKey(nil), run.Keys...),
-		verdicts:   make([]wire.Verdict, len(run.Keys)),
-		busy:       make([]uint64, sp.window()),
-		unreadable: len(run.Keys),
+		g: g, sp: sp, op: op, owner: owner, first: first, total: n, keys: keys,
+		verdicts: make([]wire.Verdict, n), unreadable: n,
+		busy: make([]uint64, sp.window()), reading: make([]*fill, sp.window()),
 	}
 	for i := range o.verdicts {
 		o.verdicts[i].Code = wire.Later
 	}
-	if le != nil {
-		o.takeOver(le)
-	}
-	g.loads[o.op] = o
+	g.loads[op] = o
 	sp.loads[o] = struct{}{}
-	l.hurry()
-	o.openWindow(0)
-	r := answer(req)
-	r.Verdicts = append([]wire.Verdict(nil), o.verdicts...)
-	return r
+	g.l.loads++
+	o.remember(n)
+	g.l.hurry()
+	return o
+}
+
+// remember counts the chunks that the load keeps a verdict of, or forgets some.
+func (o *loadOp) remember(more int) {
+	o.g.loadChunks += more
+	o.g.l.loadChunks += more
+}
+
+// verdictsOf copies the verdicts of a range of chunks.
+func (o *loadOp) verdictsOf(from, to int) []wire.Verdict {
+	out := make([]wire.Verdict, to-from)
+	n := 0
+	if from < len(o.verdicts) {
+		n = copy(out, o.verdicts[from:])
+	}
+	for i := n; i < len(out); i++ {
+		out[i].Code = wire.Failed
+	}
+	return out
 }
 
 // takeOver makes the rest of a lease the operation's: it has no TTL any more, and
@@ -93,7 +146,7 @@ func (o *loadOp) takeOver(le *lease) {
 	le.detach()
 	offset := int(int64(o.first) - int64(le.first))
 	if offset < 0 || offset >= len(le.keys) || le.keys[offset] != o.keys[0] {
-		le.drop(0, len(le.keys)) // another run: the load stands on its own
+		le.truncate(0) // another run: the load stands on its own
 		return
 	}
 	le.drop(0, offset)
@@ -103,8 +156,9 @@ func (o *loadOp) takeOver(le *lease) {
 
 // openWindow begins the window at this index: all its reads start at once.
 func (o *loadOp) openWindow(from int) {
-	o.from, o.to = from, min(from+len(o.busy), len(o.keys))
+	o.from, o.to = from, min(from+len(o.busy), o.total)
 	clear(o.busy)
+	clear(o.reading)
 	o.until = o.sp.l.now().Add(o.sp.l.opts.windowTimeout)
 	o.count.Loads.Windows++
 	o.progress()
@@ -125,8 +179,8 @@ func (o *loadOp) progress() {
 	if o.decided == before {
 		return
 	}
-	if o.decided == len(o.keys) {
-		o.dropLease(o.from, len(o.keys))
+	if o.decided == o.total {
+		o.settled()
 	}
 	if o.decided >= o.to {
 		// From here on the ranks are waited for.
@@ -159,27 +213,45 @@ func (o *loadOp) decide(i int) bool {
 	return true
 }
 
-// startReads begins the disk reads of the open window.
+// startReads begins the disk reads of the open window, and waits for those of others.
 func (o *loadOp) startReads() {
 	for i := o.decided; i < min(o.to, o.unreadable); i++ {
 		p := o.sp.Look(o.keys[i])
-		if p.State != tier.Free || !p.OnDisk {
+		ref := p.Ref
+		switch {
+		case p.State == tier.Filling:
+		case p.State == tier.Free && p.OnDisk:
+			var err error
+			if ref, err = o.sp.read(o.keys[i], o.first+uint32(i)); err != nil {
+				o.starved = true
+				return
+			}
+		default:
 			continue
 		}
-		if _, err := o.sp.read(o.keys[i], o.first+uint32(i)); err != nil {
-			o.starved = true
-			return
+		if f := o.sp.fills[ref.Slot]; f != nil && f.ref == ref && o.reading[i-o.from] != f {
+			o.stopReading(i)
+			o.reading[i-o.from] = f
+			f.addLoad(o, i)
 		}
+	}
+}
+
+// stopReading takes the load away from the read of one chunk of the window.
+func (o *loadOp) stopReading(i int) {
+	if f := o.reading[i-o.from]; f != nil {
+		delete(f.loads, o)
+		o.reading[i-o.from] = nil
 	}
 }
 
 // readAhead starts the reads of the next window while the ranks copy this one, if
 // the arena has room to spare: nothing keeps what they bring until it opens.
 func (o *loadOp) readAhead() {
-	if o.decided == len(o.keys) || o.sp.Available() < 4*len(o.busy) {
+	if o.decided == o.total || o.sp.Available() < 4*len(o.busy) {
 		return
 	}
-	for i := o.to; i < min(o.to+len(o.busy), len(o.keys)); i++ {
+	for i := o.to; i < min(o.to+len(o.busy), o.total); i++ {
 		p := o.sp.Look(o.keys[i])
 		if p.State != tier.Free {
 			continue
@@ -195,12 +267,10 @@ func (o *loadOp) readAhead() {
 
 // starve queues a load for the next slot that becomes free.
 func (l *leader) starve(o *loadOp) {
-	for _, s := range l.starved {
-		if s == o {
-			return
-		}
+	if !o.queued {
+		o.queued = true
+		l.starved = append(l.starved, o)
 	}
-	l.starved = append(l.starved, o)
 }
 
 // feed gives those who wait for a slot another try: loads first, oldest first.
@@ -208,6 +278,7 @@ func (l *leader) feed() {
 	loads, leases := l.starved, l.hungry
 	l.starved, l.hungry = nil, nil
 	for _, o := range loads {
+		o.queued = false
 		if o.starved {
 			o.progress()
 		}
@@ -218,39 +289,49 @@ func (l *leader) feed() {
 	l.freed = false // whatever the tries themselves gave up they had before
 }
 
-// fillEnded is told how a disk read ended that may be of this window.
-func (o *loadOp) fillEnded(f *fill, ok bool) {
-	if o.decided >= o.to {
+// fillEnded is told how the disk read of a chunk of this window ended.
+func (o *loadOp) fillEnded(i int, f *fill, ok bool) {
+	if i < o.from || i >= o.to || o.reading[i-o.from] != f {
 		return
 	}
-	for i := o.decided; i < o.to; i++ {
-		if o.keys[i] != f.key {
-			continue
-		}
-		if !ok {
-			o.unreadable = min(o.unreadable, i)
-		}
-		if i == o.decided {
-			o.progress()
-		}
+	o.reading[i-o.from] = nil
+	if i < o.decided {
 		return
+	}
+	if !ok {
+		o.unreadable = min(o.unreadable, i)
+	}
+	if i == o.decided {
+		o.progress()
 	}
 }
 
 // failFrom makes every verdict FAILED that is not decided, from i on. What is
 // decided stays, so that all ranks see the same.
 func (o *loadOp) failFrom(i int) {
-	if o.decided == len(o.keys) {
+	if o.decided == o.total {
 		return
 	}
-	for i = max(i, o.decided); i < len(o.keys); i++ {
-		o.verdicts[i] = wire.Verdict{Code: wire.Failed}
-	}
+	i = max(i, o.decided)
+	o.remember(i - len(o.verdicts))
+	o.verdicts = append([]wire.Verdict(nil), o.verdicts[:i]...)
 	o.count.Loads.Failed++
-	o.decided = len(o.keys)
-	o.starved = false
-	o.dropLease(0, len(o.keys))
+	o.decided = o.total
+	o.settled()
 	o.answerWaits()
+}
+
+// settled: all is decided, so that nothing is looked at or kept any more.
+func (o *loadOp) settled() {
+	o.starved = false
+	for i := range o.reading {
+		o.stopReading(o.from + i)
+	}
+	o.keys = nil
+	if o.lease != nil {
+		o.lease.truncate(0)
+		o.lease = nil
+	}
 }
 
 // dropLease ends the lease's part of a range of the load.
@@ -270,7 +351,7 @@ func (a *attachment) loadWait(req *wire.Request, reply func(*wire.Reply)) *wire.
 	if o == nil || o.crew.members[a.rank] != a {
 		return refusal(req, wire.StatusStale)
 	}
-	if int64(req.First) >= int64(len(o.keys)) || o.ended>>a.rank&1 != 0 {
+	if int64(req.First) >= int64(o.total) || o.ended>>a.rank&1 != 0 {
 		return refusal(req, wire.StatusRefused)
 	}
 	r := answer(req)
@@ -292,7 +373,7 @@ func (o *loadOp) fillIn(w *loadWait) bool {
 		return false
 	}
 	to := min(o.decided, w.first+len(o.busy))
-	w.message.Verdicts = append([]wire.Verdict(nil), o.verdicts[w.first:to]...)
+	w.message.Verdicts = o.verdictsOf(w.first, to)
 	return true
 }
 
@@ -355,7 +436,7 @@ func (a *attachment) loadDone(req *wire.Request) *wire.Reply {
 
 // chunkDone ends a rank's pin on one chunk of the window.
 func (o *loadOp) chunkDone(ref tier.Ref, rank int) bool {
-	for i := o.from; i < min(o.to, o.decided); i++ {
+	for i := o.from; i < min(o.to, o.decided, len(o.verdicts)); i++ {
 		v := o.verdicts[i]
 		if v.Code == wire.Ready && v.Slot == ref.Slot && v.Generation == ref.Generation && o.busy[i-o.from]>>rank&1 != 0 {
 			o.release(i, 1<<rank)
@@ -380,7 +461,7 @@ func (o *loadOp) release(i int, ranks uint64) {
 
 // advance opens the next window when all ranks have finished this one.
 func (o *loadOp) advance() {
-	if o.decided < o.to || o.to == len(o.keys) || o.decided == len(o.keys) {
+	if o.decided < o.to || o.to == o.total || o.decided == o.total {
 		return
 	}
 	for _, b := range o.busy {
@@ -431,25 +512,25 @@ func (o *loadOp) finish() {
 		o.release(o.from+i, b)
 	}
 	o.ended = lowBits(o.g.ranks)
-	if o.decided < len(o.keys) {
-		o.failFrom(o.decided)
-	}
+	o.failFrom(o.decided)
 	o.dismiss(func(*loadWait) bool { return true }, wire.StatusAborted)
-	o.starved = false
-	o.lease = nil
-	delete(o.sp.loads, o)
-	delete(o.g.loads, o.op)
+	if o.g.loads[o.op] == o {
+		o.remember(-len(o.verdicts))
+		o.g.l.loads--
+		delete(o.sp.loads, o)
+		delete(o.g.loads, o.op)
+	}
 }
 
 // expire fails what is over its deadline: the reads of the window, or its copies
 // while further windows wait for them.
 func (o *loadOp) expire(now time.Time) {
-	if o.decided < len(o.keys) && !now.Before(o.until) {
+	if o.decided < o.total && !now.Before(o.until) {
 		o.count.Loads.Expired++
 		o.failFrom(o.decided)
 	}
 	o.dismiss(func(w *loadWait) bool { return !w.until.IsZero() && !now.Before(w.until) }, wire.StatusTimeout)
-	if o.owner.isGone && o.decided == len(o.keys) && !now.Before(o.until) {
+	if o.owner.isGone && o.decided == o.total && !now.Before(o.until) {
 		o.passOver()
 	}
 }

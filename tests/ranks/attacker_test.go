@@ -21,7 +21,7 @@ import (
 // attackSpec is a part of what a hostile process does to a leader.
 type attackSpec struct {
 	Dir      string
-	Kind     string // ring, hello, declare, frames, soup, deaf, fill
+	Kind     string // ring, hello, declare, frames, soup, hoard
 	From, To int    // of the attacks of this kind
 	Seed     uint64
 }
@@ -421,6 +421,31 @@ func (t *attacker) soup(r *rand.Rand) error {
 	return err
 }
 
+// hoardedRuns is how many loads, and how many leases, of the most keys that fit a message
+// a hoarder has on one connection.
+const hoardedRuns = 300
+
+// hoard begins loads and leases of what is not there, and ends none.
+func (t *attacker) hoard() error {
+	keys := append([]chunk.Key{t.keys[0]}, make([]chunk.Key, wire.MaxKeys-1)...)
+	for i := range keys[1:] {
+		keys[1+i] = t.key()
+	}
+	for i := range hoardedRuns {
+		for _, req := range []*wire.Request{
+			{Type: wire.LoadBegin, Op: uint64(1000 + i), Run: &wire.Run{Keys: keys[i%2:]}},
+			{Type: wire.Lease, Run: &wire.Run{Lease: uint64(1000 + i), Flags: uint32(i % 4), Keys: keys[i%2:]}},
+		} {
+			if r, err := t.ask(req); err != nil {
+				return err
+			} else if r.Status != wire.StatusOK && r.Status != wire.StatusBusy {
+				return fmt.Errorf("a %v is answered %v", req.Type, r.Status)
+			}
+		}
+	}
+	return nil
+}
+
 // frames are what may come through the socket, as it was meant and otherwise.
 func (a *attackSpec) frame(n int, r *rand.Rand) error {
 	conn, err := a.dial()
@@ -577,6 +602,10 @@ func (a *attackSpec) run(c *child) error {
 				t.close()
 				t = nil
 			}
+		case "hoard": // on connections that all stay
+			if t, err = a.join(); err == nil {
+				err = t.hoard()
+			}
 		default:
 			err = a.frame(n, r)
 		}
@@ -590,6 +619,9 @@ func (a *attackSpec) run(c *child) error {
 		}
 	}
 	c.say(line{ID: 1, Sum: uint64(dropped)})
+	if a.Kind == "hoard" { // the leader is looked at while it has all this
+		time.Sleep(2 * wait)
+	}
 	// It ends without a goodbye: what it had goes because its process is gone.
 	return nil
 }

@@ -38,6 +38,8 @@ type besieged struct {
 	g      *group
 	base   *prefix
 	seed   uint32
+
+	most int // bytes of the leader's memory, while a hoarder was there
 }
 
 func newBesieged(t *testing.T) *besieged {
@@ -76,6 +78,11 @@ func (b *besieged) attack(a attackSpec) uint64 {
 	case l, ok := <-c:
 		require.True(b.t, ok, "%+v ended early", a)
 		require.Empty(b.t, l.Err, "%+v", a)
+		if a.Kind == "hoard" {
+			b.works()
+			_, resident, _ := b.holds()
+			b.most = max(b.most, resident)
+		}
 		p.kill() // it has ended, or is about to
 		return l.Sum
 	case <-time.After(2 * wait):
@@ -128,6 +135,7 @@ var attacksOf = map[string]struct{ n, each int }{
 	"hello":   {9 * 18, 81},
 	"declare": {600, 100},
 	"frames":  {100, 50},
+	"hoard":   {4, 2},
 }
 
 // Every field of every message and frame takes values that it must not have. The
@@ -158,6 +166,8 @@ func TestLeaderOutlivesHostilePeers(t *testing.T) {
 	}
 	_, after, _ := b.holds()
 	require.Less(t, after, resident+(256<<20), "the leader keeps memory")
+	require.Less(t, b.most, resident+(256<<20), "hoarders fill the leader's memory")
+	t.Logf("memory of the leader: %d MiB, with hoarders %d MiB, afterwards %d MiB", resident>>20, b.most>>20, after>>20)
 	require.Zero(t, panics(t, b))
 }
 
