@@ -53,34 +53,42 @@ func startEngine(t *testing.T, c *Cache, e engineConfig) *engine {
 	t.Helper()
 	out := &engine{t: t, cache: c, geo: dcp.Geometry{D: e.d, I: e.i, B: e.b, C: e.c}, blocks: e.blocks, width: e.width}
 	for rank := range e.d {
-		var regions []Region
 		var mine [][]byte
-		for i, w := range e.width {
+		for _, w := range e.width {
 			b, err := sys.NewPages(e.blocks * e.b * w)
 			require.NoError(t, err)
 			mine = append(mine, b)
-			regions = append(regions, Region{
-				Name: "kv", Component: "target", Layer: i, Head: -1, Bytes: w,
-				Base: uintptr(unsafe.Pointer(&b[0])), BlockStride: int64(e.b * w), TokenStride: int64(w),
-			})
 		}
 		out.pages = append(out.pages, mine)
-		id := identity()
-		if rank > 0 {
-			id.Weights = ""
-		}
-		r, err := c.Register(RankConfig{
-			Group: e.group, Ranks: e.d, Rank: rank, DCP: e.d, DCPRank: rank, Interleave: e.i,
-			BlockTokens: e.b, NumBlocks: e.blocks, ChunkTokens: e.c, Identity: id, Groups: []GroupConfig{{}},
-		}, regions)
-		require.NoError(t, err)
-		out.ranks = append(out.ranks, r)
+		out.ranks = append(out.ranks, out.register(e, rank))
 	}
 	k, err := c.Coordinate(e.group, e.d)
 	require.NoError(t, err)
 	out.k = k
 	t.Cleanup(out.close)
 	return out
+}
+
+// register attaches a rank with its pages, for the first time or again.
+func (e *engine) register(c engineConfig, rank int) *Rank {
+	e.t.Helper()
+	var regions []Region
+	for i, w := range c.width {
+		regions = append(regions, Region{
+			Name: "kv", Component: "target", Layer: i, Head: -1, Bytes: w,
+			Base: uintptr(unsafe.Pointer(&e.pages[rank][i][0])), BlockStride: int64(c.b * w), TokenStride: int64(w),
+		})
+	}
+	id := identity()
+	if rank > 0 {
+		id.Weights = ""
+	}
+	r, err := e.cache.Register(RankConfig{
+		Group: c.group, Ranks: c.d, Rank: rank, DCP: c.d, DCPRank: rank, Interleave: c.i,
+		BlockTokens: c.b, NumBlocks: c.blocks, ChunkTokens: c.c, Identity: id, Groups: []GroupConfig{{}},
+	}, regions)
+	require.NoError(e.t, err)
+	return r
 }
 
 func newEngine(t *testing.T, c *Cache, e engineConfig) *engine {

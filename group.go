@@ -40,6 +40,9 @@ type group struct {
 	stores      map[uint64]*storeOp
 	loads       map[uint64]*loadOp
 	loadChunks  int                 // of which its loads keep a verdict
+	pinned      int                 // pins of its loads
+	capped      int                 // loads that wait for room within the caps
+	fullAt      uint64              // the round of feeding in which there was none
 	unsent      map[uint64]struct{} // operations cancelled before any rank knew them
 	unsentOrder []uint64
 
@@ -234,7 +237,7 @@ func (g *group) acceptance(a *attachment) *accepted {
 		acc.DiskBytesCap = g.l.opts.disk.CapBytes
 	}
 	if a.rank >= 0 {
-		acc.Columns = ag.columns[a.rank]
+		acc.Columns, acc.DCPRank = ag.columns[a.rank], ag.dcpRanks[a.rank]
 	}
 	return &accepted{accept: acc, space: sp.Space}
 }

@@ -18,6 +18,7 @@ type agreement struct {
 	geometry    dcp.Geometry // Rank is 0
 	memoryOnly  bool
 	columns     [][][]wire.AcceptedRegion // by rank, group, region as that rank declared it
+	dcpRanks    []int                     // by rank
 	writers     []uint64                  // by DCP rank: the ranks that write its rows
 	period      int                       // expected masks repeat after so many ordinals
 	masks       []uint64                  // cache of expected for the first period ordinals, 0 = not known; nil: too many
@@ -226,7 +227,9 @@ func (ag *agreement) place(declared []*wire.Declare, claims map[column]*claim) {
 	}
 	ag.writers = make([]uint64, ag.geometry.D)
 	ag.columns = make([][][]wire.AcceptedRegion, len(declared))
+	ag.dcpRanks = make([]int, len(declared))
 	for r, d := range declared {
+		ag.dcpRanks[r] = d.DCPRank
 		ag.columns[r] = make([][]wire.AcceptedRegion, len(d.Groups))
 		for gi, g := range d.Groups {
 			out := make([]wire.AcceptedRegion, len(g.Regions))

@@ -2,6 +2,7 @@ package kvtier
 
 import (
 	"errors"
+	"fmt"
 	"sync"
 	"time"
 
@@ -112,9 +113,9 @@ func (m *member) serve(l link) {
 				pause(lastBackoff, m.closing)
 				return
 			}
-			v, err := answer.open()
+			v, err := m.open(answer)
 			if err != nil {
-				m.refuse(&RefusedError{Reason: "cannot use the leader's memory: " + err.Error()})
+				m.refuse(&RefusedError{Reason: err.Error()})
 				pause(lastBackoff, m.closing)
 				return
 			}
@@ -124,6 +125,21 @@ func (m *member) serve(l link) {
 			m.mu.Unlock()
 		}
 	}
+}
+
+// open gives the view of an acceptance, if it is for what this member has declared.
+func (m *member) open(answer declaration) (*view, error) {
+	v, err := answer.open()
+	if err != nil {
+		return nil, fmt.Errorf("cannot use the leader's memory: %w", err)
+	}
+	if m.decl != nil {
+		if err := v.fits(m.decl); err != nil {
+			v.close()
+			return nil, err
+		}
+	}
+	return v, nil
 }
 
 // detach ends a session: first nobody can begin, then running copies stop, then

@@ -55,6 +55,95 @@ func newView(a *wire.Accept) (*view, error) {
 	return &view{accept: a, namespace: ns, layout: layout, fingerprint: fp}, nil
 }
 
+// fits compares an acceptance with what this rank has declared. The rank copies by its
+// own geometry, and by the offsets of the acceptance: one that was agreed for another
+// declaration would move wrong rows.
+func (v *view) fits(d *wire.Declare) error {
+	a := v.accept
+	for _, n := range []struct {
+		what             string
+		agreed, declared int
+	}{
+		{"chunk tokens", a.ChunkTokens, d.ChunkTokens},
+		{"block tokens", a.BlockTokens, d.BlockTokens},
+		{"dcp", a.DCP, d.DCP},
+		{"DCP rank", a.DCPRank, d.DCPRank},
+		{"interleave", a.Interleave, d.Interleave},
+		{"KV groups", len(v.namespace.Groups), len(d.Groups)},
+		{"KV groups with columns", len(a.Columns), len(d.Groups)},
+	} {
+		if n.agreed != n.declared {
+			return otherThanDeclared(n.what, n.agreed, n.declared)
+		}
+	}
+	ns, id := v.namespace, d.Identity
+	if id.Encoding == "" {
+		id.Encoding = chunk.EncodingRows
+	}
+	if id.Weights == "" {
+		id.Weights = ns.Weights // another rank knows them
+	}
+	for _, t := range []struct{ what, agreed, declared string }{
+		{"model", ns.Model, id.Model},
+		{"weights", ns.Weights, id.Weights},
+		{"attention", ns.Attention, id.Attention},
+		{"draft model", ns.Draft, id.Draft},
+		{"encoding", ns.Encoding, id.Encoding},
+		{"KV dtype", ns.KVDtype, id.KVDtype},
+		{"KV scales", ns.KVScales, id.KVScales},
+		{"quantisation", ns.Quantisation, id.Quantisation},
+	} {
+		if t.agreed != t.declared {
+			return otherThanDeclared(t.what, t.agreed, t.declared)
+		}
+	}
+	for i := range d.Groups {
+		if err := v.fitsGroup(i, &d.Groups[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// fitsGroup looks each declared region up in the row.
+func (v *view) fitsGroup(i int, d *wire.DeclaredGroup) error {
+	g, placed, offsets := &v.namespace.Groups[i], v.accept.Columns[i], v.layout.Groups[i].RegionOffsets
+	switch {
+	case g.Kind != d.Kind:
+		return otherThanDeclared(fmt.Sprintf("group %d of kind", i), g.Kind, d.Kind)
+	case g.TokensPerRow != d.TokensPerRow:
+		return otherThanDeclared(fmt.Sprintf("group %d with tokens per row", i), g.TokensPerRow, d.TokensPerRow)
+	case len(placed) != len(d.Regions):
+		return otherThanDeclared(fmt.Sprintf("group %d with regions", i), len(placed), len(d.Regions))
+	}
+	type known struct{ offset, bytes int }
+	row := make(map[column]known, len(g.Regions))
+	for j, reg := range g.Regions {
+		row[column{i, reg.Component, reg.Name, reg.Layer, reg.Head}] = known{offsets[j], reg.Bytes}
+	}
+	for j, reg := range d.Regions {
+		c := column{i, reg.Component, reg.Name, reg.Layer, reg.Head}
+		k, ok := row[c]
+		switch {
+		case !ok:
+			return fmt.Errorf("%w: %v is not in the row", errOtherDeclaration, c)
+		case k.bytes != reg.Bytes:
+			return otherThanDeclared(fmt.Sprintf("%v with bytes", c), k.bytes, reg.Bytes)
+		case k.offset != placed[j].Offset:
+			return fmt.Errorf("%w: %v is placed at %d of the row, where it lies at %d", errOtherDeclaration, c, placed[j].Offset, k.offset)
+		case !reg.Replicated && !placed[j].Writes:
+			return fmt.Errorf("%w: %v would be written by no rank", errOtherDeclaration, c)
+		}
+	}
+	return nil
+}
+
+var errOtherDeclaration = errors.New("the leader has accepted another declaration than this rank's")
+
+func otherThanDeclared(what string, agreed, declared any) error {
+	return fmt.Errorf("%w: %s %v, this rank declares %v", errOtherDeclaration, what, agreed, declared)
+}
+
 // directView uses the leader's own mapping of the arena.
 func directView(acc *accepted, rank bool) (*view, error) {
 	v, err := newView(acc.accept)

@@ -22,7 +22,7 @@ func goldenFrames() map[string]any {
 		},
 		"accept": &Accept{
 			Namespace: json.RawMessage(`{"model":"<&>"}`), Fingerprint: "ff", SlotBytes: 1 << 40, Slots: 10,
-			ChunkTokens: 256, BlockTokens: 64, DCP: 4, Interleave: 16,
+			ChunkTokens: 256, BlockTokens: 64, DCP: 4, Interleave: 16, DCPRank: 2,
 			Columns: [][]AcceptedRegion{{{Offset: 0, Writes: true}, {Offset: 656}}}, DiskEnabled: true, DiskBytesCap: 1 << 37, DRAMBytes: 1 << 34,
 		},
 		"refuse":      &Refuse{Reason: "two ranks 1", Final: true},

@@ -4,7 +4,7 @@ import "encoding/json"
 
 // Protocol is the major version that HELLO and WELCOME carry. Sides with
 // different ones do not talk to each other.
-const Protocol = 2
+const Protocol = 3
 
 // Hello is a member's first frame.
 type Hello struct {
@@ -85,7 +85,8 @@ type Accept struct {
 	BlockTokens  int                `json:"block_tokens"`
 	DCP          int                `json:"dcp"`
 	Interleave   int                `json:"interleave"`
-	Columns      [][]AcceptedRegion `json:"columns"` // per group, per region in the order this rank declared them
+	DCPRank      int                `json:"dcp_rank"` // of this rank, as it declared
+	Columns      [][]AcceptedRegion `json:"columns"`  // per group, per region in the order this rank declared them
 	DiskEnabled  bool               `json:"disk_enabled"`
 	DiskBytesCap int64              `json:"disk_bytes_cap"`
 	DRAMBytes    int64              `json:"dram_bytes"`
