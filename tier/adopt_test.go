@@ -155,7 +155,7 @@ func TestTempFileOfTheLiveSessionStays(t *testing.T) {
 	<-reached
 	dead := filepath.Join(filepath.Dir(h.file(1)), chunk.TempName(k, h.store.session+1, 1))
 	require.NoError(t, os.WriteFile(dead, make([]byte, 100), 0o600))
-	require.NoError(t, h.store.scanUnit(h.disk.dir, int(k[0])))
+	require.NoError(t, h.store.scanUnit(h.disk.dir, int(k[0])).cause)
 	require.NoFileExists(t, dead)
 	require.Len(t, disktest.Files(t, h.root.Path(), ".tmp"), 1)
 	open()

@@ -13,9 +13,10 @@ type StoreStats struct {
 	FloorBytes    int64  `json:"floor_bytes"`
 	UsedBytes     int64  `json:"used_bytes"` // allocated, of all that is ours below the root
 	ReservedBytes int64  `json:"reserved_bytes"`
-	DirtyBytes    int64  `json:"dirty_bytes"` // payload waiting to be written
-	Known         bool   `json:"known"`       // UsedBytes is complete
-	Direct        bool   `json:"direct"`      // direct I/O in use
+	UnreadBytes   int64  `json:"unread_bytes"` // of UsedBytes, an estimate: what lies there and cannot be read now
+	DirtyBytes    int64  `json:"dirty_bytes"`  // payload waiting to be written
+	Known         bool   `json:"known"`        // UsedBytes is complete
+	Direct        bool   `json:"direct"`       // direct I/O in use
 	QueuedReads   int    `json:"queued_reads"`
 	QueuedWrites  int    `json:"queued_writes"`
 	QueuedUnlinks int    `json:"queued_unlinks"`
@@ -116,6 +117,9 @@ func (s *Store) Stats() StoreStats {
 		st.State = "scanning"
 	}
 	for _, n := range s.dirs {
+		for _, g := range n.gaps {
+			st.UnreadBytes += g.bytes
+		}
 		st.Namespaces = append(st.Namespaces, NamespaceStats{
 			Name: n.name, Files: len(n.index.byKey), Bytes: n.index.bytes, InUse: n.disk != nil, Scanned: n.scanned(),
 		})

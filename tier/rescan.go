@@ -29,10 +29,13 @@ func (s *Store) list() error {
 			continue
 		}
 		st, err := s.fs.Lstat(path)
-		if err != nil {
+		if absent(err) && name != "." {
+			continue
+		}
+		if err != nil && !isDir {
 			return err
 		}
-		if isDir && st.Directory() {
+		if isDir && (err != nil || st.Directory()) { // the scan will meet the error again
 			s.listDir(name, prefix)
 			continue
 		}
@@ -71,20 +74,25 @@ func (s *Store) rescan() {
 	s.budget.known = false
 	for _, n := range s.dirs {
 		inWork := n.left - len(n.todo)
-		n.todo, n.failed = []int{scanKnown, scanList}, nil // from the end
+		n.todo = []int{scanKnown, scanList} // from the end
 		n.left = inWork + len(n.todo)
+		n.listed = [256]bool{}
+		for _, g := range n.gaps {
+			s.budget.used -= g.bytes
+		}
+		clear(n.gaps)
 	}
 }
 
 // recount looks at every chunk that is known: it may have gone, or another file may
 // have its name.
-func (s *Store) recount(n *namespaceDir) error {
+func (s *Store) recount(n *namespaceDir) (g gap) {
 	for page := 0; ; page++ {
 		var keys []chunk.Key
 		s.mu.Lock()
 		if page >= len(n.index.pages) || s.ending {
 			s.mu.Unlock()
-			return nil
+			return g
 		}
 		for i := range n.index.pages[page] {
 			e := &n.index.pages[page][i]
@@ -95,7 +103,7 @@ func (s *Store) recount(n *namespaceDir) error {
 		s.mu.Unlock()
 		for _, k := range keys {
 			if err := s.recountEntry(n, k); err != nil {
-				return err
+				g.cause = err // its bytes stay in the books: nothing is to be charged
 			}
 		}
 	}

@@ -33,8 +33,7 @@ func (s *Store) scan() {
 		if done {
 			return
 		}
-		err := s.scanUnit(n, unit)
-		s.endUnit(n, unit, err)
+		s.endUnit(n, unit, s.scanUnit(n, unit))
 		s.judge(n)
 	}
 }
@@ -66,27 +65,26 @@ func (s *Store) nextUnit() (*namespaceDir, int, bool) {
 	return pick, unit, true
 }
 
-func (s *Store) endUnit(n *namespaceDir, unit int, err error) {
-	if err != nil {
-		s.diskError("scan "+n.name, err)
+func (s *Store) endUnit(n *namespaceDir, unit int, g gap) {
+	if g.cause != nil {
+		s.diskError("scan "+n.name, g.cause)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	n.left--
-	if err != nil {
-		if len(n.failed) == 0 {
-			s.log.Warn("cache directory cannot be read, nothing is written until it can", "path", n.path, "cause", err)
-		}
-		n.failed = append(n.failed, unit)
-		n.retryAt = s.now().Add(scanRetry)
-	}
+	s.setGap(n, unit, g)
 	s.checkKnown()
 	s.changed.Broadcast()
 }
 
-// checkKnown opens the way for writes once every byte is counted. Needs mu.
+// checkKnown opens the way for writes once every byte is counted, or estimated where
+// it cannot be. Needs mu.
 func (s *Store) checkKnown() {
-	if s.budget.known || slices.ContainsFunc(s.dirs, func(n *namespaceDir) bool { return !n.scanned() }) {
+	if slices.ContainsFunc(s.dirs, func(n *namespaceDir) bool { return n.left > 0 }) {
+		return
+	}
+	s.chargeGaps()
+	if s.budget.known {
 		return
 	}
 	s.budget.known = true
@@ -94,22 +92,19 @@ func (s *Store) checkKnown() {
 	s.changed.Broadcast()
 }
 
-// retryScan puts failed units back to work. Needs mu.
-func (s *Store) retryScan() {
-	for _, n := range s.dirs {
-		if len(n.failed) > 0 && !s.now().Before(n.retryAt) {
-			n.todo = append(n.todo, n.failed...)
-			n.left += len(n.failed)
-			n.failed = n.failed[:0]
-			s.changed.Broadcast()
+// scanUnit goes on after what it cannot read, and gives that as a gap.
+func (s *Store) scanUnit(n *namespaceDir, unit int) (g gap) {
+	s.mu.Lock()
+	again := n.gaps[unit] != nil // what is not ours has been counted
+	s.mu.Unlock()
+	reject := func(why string) {
+		if !again {
+			s.count.inc(s.count.rejected, why)
 		}
 	}
-}
-
-func (s *Store) scanUnit(n *namespaceDir, unit int) error {
 	switch unit {
 	case scanList:
-		return s.scanTop(n)
+		return s.scanTop(n, reject)
 	case scanKnown:
 		return s.recount(n)
 	}
@@ -117,13 +112,13 @@ func (s *Store) scanUnit(n *namespaceDir, unit int) error {
 	dir := filepath.Join(n.path, sub)
 	names, err := s.fs.ReadNames(dir)
 	if absent(err) || foreign(err) {
-		return nil
+		return g
 	}
 	if err != nil {
-		return err
+		return gap{whole: true, cause: err}
 	}
 	if err := s.countDir(n, unit); err != nil && !absent(err) {
-		return err
+		g.skip(err)
 	}
 	if len(names) == 0 && s.own() {
 		n.stripes[unit].Lock()
@@ -133,60 +128,69 @@ func (s *Store) scanUnit(n *namespaceDir, unit int) error {
 	for _, name := range names {
 		if k, ok := chunk.ParseFileName(name); ok {
 			if chunk.SubDir(k) != sub {
-				s.count.inc(s.count.rejected, "path")
+				reject("path")
 			} else if err := s.adopt(n, k); err != nil && !absent(err) {
-				return err
+				g.skip(err)
 			}
 			continue
 		}
 		if _, session, number, ok := chunk.ParseTempName(name); !ok {
-			s.count.inc(s.count.rejected, "name")
+			reject("name")
 		} else if session != s.session || number <= s.deadTemps.Load() {
 			if err := s.sweep(filepath.Join(dir, name)); err != nil {
-				return err
+				g.skip(err)
 			}
 		}
 	}
-	return nil
+	return g
 }
 
-func (s *Store) scanTop(n *namespaceDir) error {
+func (s *Store) scanTop(n *namespaceDir, reject func(why string)) (g gap) {
 	names, err := s.fs.ReadNames(n.path)
-	if absent(err) {
-		return s.recountDirs(n) // removed since the root was listed
+	if absent(err) || foreign(err) { // removed or replaced since the root was listed
+		if err := s.recountDirs(n); err != nil {
+			g.skip(err)
+		}
+		return g
 	}
 	if err != nil {
-		return err
+		// The names of subdirectories are known without a list.
+		g = gap{whole: true, cause: err}
+		for unit := range scanList {
+			names = append(names, subName(unit))
+		}
 	}
-	if err := s.countDir(n, scanList); err != nil {
-		return err
+	if err := s.countDir(n, scanList); err != nil && !absent(err) {
+		g.skip(err)
 	}
 	if err := s.recountDirs(n); err != nil {
-		return err
+		g.skip(err)
 	}
 	var units []int
 	for _, name := range names {
 		if unit, ok := parseSubName(name); ok {
 			st, err := s.fs.Lstat(filepath.Join(n.path, name))
-			if err != nil && !absent(err) {
-				return err
-			}
-			if err == nil && st.Directory() {
-				units = append(units, unit)
-			} else {
-				s.count.inc(s.count.rejected, "type")
+			if err == nil && st.Directory() || err != nil && !absent(err) {
+				units = append(units, unit) // whatever the error, it is the unit's
+			} else if err == nil {
+				reject("type")
 			}
 			continue
 		}
 		if name != sidecarName && name != sidecarTemp {
-			s.count.inc(s.count.rejected, "name")
+			reject("name")
 		}
 	}
 	s.mu.Lock()
-	n.todo = append(n.todo, units...)
-	n.left += len(units)
+	for _, unit := range units {
+		if !n.listed[unit] {
+			n.listed[unit] = true
+			n.todo = append(n.todo, unit)
+			n.left++
+		}
+	}
 	s.mu.Unlock()
-	return nil
+	return g
 }
 
 // recountDirs looks for subdirectories that were counted and are gone.
@@ -281,6 +285,7 @@ func (s *Store) adopt(n *namespaceDir, k chunk.Key) error {
 	cost := accounted(&st)
 	e := n.index.add(k, min(st.ModifiedNS, now), st.Size, cost)
 	s.budget.add(cost)
+	s.cover(n, int(k[0]), cost)
 	if st.Links != 1 {
 		e.flags |= entryLinked
 	}

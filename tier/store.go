@@ -15,8 +15,6 @@ import (
 )
 
 const (
-	// scanRetry is when a directory that could not be read is tried again.
-	scanRetry = 10 * time.Second
 	// directorySlack is reserved beside a file for its directory: a new one, or one
 	// more block of entries.
 	directorySlack = 8192
@@ -128,14 +126,16 @@ type namespaceDir struct {
 
 	// Guarded by Store.mu.
 	index    diskIndex
-	disk     *Disk // nil until a run has shown the namespace
-	floor    int64 // other namespaces' writes do not evict below it
-	todo     []int // subdirectories to be scanned; scanList: the directory itself
-	left     int   // todo and in work
-	failed   []int // to be scanned again
-	retryAt  time.Time
-	dirBytes [257]int64  // allocated by the directories themselves; [256]: path
-	suspects []chunk.Key // files of a wrong size, to be looked at
+	disk     *Disk         // nil until a run has shown the namespace
+	floor    int64         // other namespaces' writes do not evict below it
+	todo     []int         // subdirectories to be scanned; scanList: the directory itself
+	left     int           // todo and in work
+	listed   [256]bool     // subdirectories that have been among todo
+	gaps     map[int]*gap  // what of these could not be read
+	retryAt  time.Time     // when that is tried again
+	retryIn  time.Duration // and how long after that the next time
+	dirBytes [257]int64    // allocated by the directories themselves; [256]: path
+	suspects []chunk.Key   // files of a wrong size, to be looked at
 }
 
 // removal names an entry that background work is about.
@@ -145,10 +145,10 @@ type removal struct {
 }
 
 func newNamespaceDir(root, name, prefix string) *namespaceDir {
-	return &namespaceDir{name: name, path: filepath.Join(root, name), prefix: prefix, index: newDiskIndex()}
+	return &namespaceDir{name: name, path: filepath.Join(root, name), prefix: prefix, index: newDiskIndex(), gaps: map[int]*gap{}}
 }
 
-func (n *namespaceDir) scanned() bool { return n.left == 0 && len(n.failed) == 0 }
+func (n *namespaceDir) scanned() bool { return n.left == 0 && len(n.gaps) == 0 }
 
 func (n *namespaceDir) subPath(k chunk.Key) string { return filepath.Join(n.path, chunk.SubDir(k)) }
 

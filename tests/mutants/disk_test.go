@@ -110,6 +110,20 @@ var diskMutants = []mutant{
 		pkg:  "tier", run: "^TestCapIsOnAllocatedBytes$",
 	},
 	{
+		name: "what cannot be read not below the cap",
+		file: "tier/gap.go",
+		old:  "s.budget.used += g.bytes",
+		new:  "s.budget.used += min(g.bytes, 0)",
+		pkg:  "tier", run: "^TestCapHoldsOverWhatCannotBeRead$",
+	},
+	{
+		name: "no writes while something cannot be read",
+		file: "tier/scan.go",
+		old:  "return n.left > 0 })",
+		new:  "return !n.scanned() })",
+		pkg:  "tier", run: "^TestWhatIsWrittenBesideAGap$",
+	},
+	{
 		name: "other namespaces not below the cap",
 		file: "tier/scan.go",
 		old:  "\tfor _, n := range s.dirs {\n\t\tif len(n.todo) > 0 && (pick",
