@@ -79,7 +79,8 @@ class KeyChain:
     Kept keys cover only tokens that were computed when they were made. A key of
     a lookup is made over the tokens known then, is not kept, and must not be
     used to store: a streaming session may replace its last sampled token later,
-    and tells nobody.
+    and tells nobody. Nor does it say when it brings more multimodal items, so
+    whatever makes keys may raise NotIdentified.
     """
 
     __slots__ = ("root", "_chunk", "_ahead", "_keys", "_n", "_request", "_media", "_items")
@@ -154,7 +155,7 @@ class KeyChain:
 
     def _items_in(self, first: int, end: int) -> list[keys.Extra]:
         if len(self._items) != len(self._request.mm_features):
-            self._take_items()
+            self._take_items()  # a streaming session went on; no hook says so
         extras = []
         c = self._chunk
         for start, length, digest in self._items:

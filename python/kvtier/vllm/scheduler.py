@@ -33,7 +33,8 @@ from .metadata import KVTierMetadata, LoadPlan
 from .settings import Settings
 from .stats import LOG_S, KVTierStats, drain_records, logger
 from .storing import Storing
-from .tracked import NO_LIMIT, Tracked, wishes
+from .tracked import NO_LIMIT, Tracked
+from .wishes import NOTHING, wishes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -256,7 +257,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         now = self._clock()
         session = self._attached(now)
-        t = self._tracked[request.request_id] = Tracked(request, self._epoch, *wishes(request))
+        t = self._tracked[request.request_id] = Tracked(request, self._epoch, wishes(request))
         self._identify(t)
         self._media.see(request.mm_features)
         self.diagnosis.arrived(request, t.chain, self._chunk)
@@ -280,6 +281,11 @@ class SchedulerHalf:
         n = min(self._full_chunks(t.request), t.limit, MAX_KEYS)
         try:
             keys = t.chain.lookup(n)
+        except NotYet:  # a session went on, with something new
+            return None
+        except NotIdentified as e:
+            self._exclude(t, str(e))
+            return None
         except (OverflowError, TypeError, ValueError) as e:
             self._exclude(t, f"its tokens are not numbers of 32 bits ({e})")
             return None
@@ -377,7 +383,7 @@ class SchedulerHalf:
                 self._end_incarnation(t)
             return
         if t is None:  # vLLM waits for a report all the same
-            t = self._tracked[request.request_id] = Tracked(request, self._epoch, False, False)
+            t = self._tracked[request.request_id] = Tracked(request, self._epoch, NOTHING)
         self._loading.begin(t, blocks, n, self._coordinator, self._session)
 
     def get_external_cache_hit_sources(self, request: Request, n: int) -> dict[CacheHitSource, int]:

@@ -10,6 +10,7 @@ import numpy as np
 
 import kvtier
 
+from .content import NotIdentified, NotYet
 from .diagnosis import Diagnosis
 from .keychain import MAX_KEYS
 from .metadata import KVTierMetadata, StorePlan
@@ -122,6 +123,11 @@ class Storing:
         t.chain.truncate(max(t.cursor, t.request.num_computed_tokens // self._chunk))
         try:
             t.chain.extend(end)
+        except NotYet:  # a session went on, with something new; the next step asks again
+            return None
+        except NotIdentified as e:
+            self._exclude(t, str(e))
+            return None
         except (OverflowError, TypeError, ValueError) as e:
             self._exclude(t, f"its tokens are not numbers of 32 bits ({e})")
             return None

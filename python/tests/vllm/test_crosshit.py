@@ -8,21 +8,25 @@ the counters and as wrong bytes in the pages.
 import hashlib
 import random
 import threading
+import time
 import uuid
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from engine import Sequence
 from situations import DOC, attempts
 from test_keychain import adapter, image, item, lora
 from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids
 from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from kvtier.vllm import content
-from kvtier.vllm.content import NotIdentified, item_digest
+from kvtier.vllm.content import NotIdentified, NotYet, item_digest
 from kvtier.vllm.leases import Patience
 
 STORED = 576  # tokens of DOC in whole chunks
@@ -325,3 +329,79 @@ def test_an_image_that_takes_long_to_read_is_waited_for(start, monkeypatch):
     e.run()
     assert e.counts["chunks_offered"] >= offered + 9
     assert not e.half._unread
+
+
+def talk(e, world, photo):
+    """A streaming session: DOC is said in parts of 200 tokens, the second one with
+    an image, whose place is in the whole."""
+    e.scheduler.reset_prefix_cache()
+    e.scheduler.reset_encoder_cache()
+    e.counts.clear()
+    q = e.add(DOC[:200], 1, resumable=True)
+    for part in (1, 2):
+        while q.request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            e.step()
+        said = q.request.num_computed_tokens
+        assert said == 200 * part
+        again = Sequence(q.id, DOC[: said + 200], 1, world, photo.mm_position.offset)
+        again.request, e.sequences[q.id] = q.request, again
+        new = replace(photo, mm_position=replace(photo.mm_position, offset=photo.mm_position.offset - said))
+        e.scheduler.add_request(
+            Request(
+                request_id=q.id,
+                resumable=True,
+                prompt_token_ids=DOC[said : said + 200],
+                mm_features=[new] if part == 1 else None,
+                sampling_params=SamplingParams(max_tokens=1, ignore_eos=True),
+                pooling_params=None,
+                block_hasher=e._hasher,
+            )
+        )
+        q = again
+        e.step()
+    while q.request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        e.step()
+    e.abort(q)
+    e.run()
+    assert not e.problems and not e.counts["errors"]
+    return e.counts.copy()
+
+
+def settle(e, feature):
+    """Waits until an item is read, if it can be."""
+    for _ in attempts():
+        try:
+            return e.half._media.get([feature])
+        except NotYet:
+            time.sleep(0.005)
+        except NotIdentified:
+            return None
+    raise AssertionError("never read")
+
+
+def test_what_a_session_brings_later_is_identified_too(start):
+    """vLLM hands the next input of a session to the request itself; the connector
+    hears nothing of it."""
+    e = start()
+    for _ in attempts():
+        assert not talk(e, 1, image(230, 20, PHOTO))["not_cached"]
+        if ask(e, 1, mm_features=[image(230, 20, PHOTO)])["load_tokens"] == STORED:
+            break
+    else:
+        raise AssertionError("never found")
+    assert ask(e, 2, mm_features=[image(230, 20, OTHER_PHOTO)])["load_tokens"] == 192
+
+    unknown = item(address=1, monotonic_id=1, signature=[])
+    for world, strange in (
+        (3, image(230, 20, data=unknown, identifier="new")),
+        (4, image(230, 20, data=None, identifier="newer")),
+        (5, image(230, 20, "a third one", identifier=image(230, 20, PHOTO).identifier)),
+    ):
+        e = start()
+        ask(e, 1, mm_features=[image(230, 20, PHOTO)])
+        settle(e, strange)
+        counts = talk(e, world, strange)
+        assert counts["not_cached"] == 1 and counts["chunks_offered"] == 192 // 64, strange
+        assert not e.half.leftovers()["requests"]
+    e = start()
+    assert ask(e, 1, mm_features=[image(230, 20, PHOTO)])["load_tokens"] == STORED
