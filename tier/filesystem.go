@@ -67,6 +67,11 @@ func foreign(err error) bool {
 	return errors.Is(err, syscall.EISDIR) || errors.Is(err, syscall.ENOTDIR) || errors.Is(err, syscall.ELOOP)
 }
 
+// denied reports that this user may not do it, which the disk has no part in.
+func denied(err error) bool {
+	return errors.Is(err, syscall.EACCES) || errors.Is(err, syscall.EPERM)
+}
+
 // invalid is what a file system says that has no direct I/O.
 func invalid(err error) bool { return errors.Is(err, syscall.EINVAL) }
 

@@ -66,15 +66,22 @@ func (s *Store) nextUnit() (*namespaceDir, int, bool) {
 }
 
 func (s *Store) endUnit(n *namespaceDir, unit int, g gap) {
-	if g.cause != nil {
-		s.diskError("scan "+n.name, g.cause)
-	}
 	s.mu.Lock()
-	defer s.mu.Unlock()
+	first := len(n.gaps) == 0 && n.retryIn == 0
 	n.left--
 	s.setGap(n, unit, g)
 	s.checkKnown()
 	s.changed.Broadcast()
+	s.mu.Unlock()
+	if g.cause != nil {
+		s.count.inc(s.count.errors, errnoName(g.cause))
+		// One sick directory is not a sick disk, however many names it has and however
+		// often it is tried: reads and writes will tell. That this user may not see it
+		// says nothing of the disk at all.
+		if first && !denied(g.cause) {
+			s.towardBreaker("scan "+n.name, g.cause)
+		}
+	}
 }
 
 // checkKnown opens the way for writes once every byte is counted, or estimated where
@@ -298,13 +305,21 @@ func (s *Store) adopt(n *namespaceDir, k chunk.Key) error {
 // lookUp is adopt for a key that the scan has not come to. What lies behind a link
 // in place of a subdirectory is not ours.
 func (s *Store) lookUp(n *namespaceDir, k chunk.Key) error {
-	if err := s.inPlace(n, k); err != nil {
-		if absent(err) || foreign(err) {
-			return nil
-		}
-		return err
+	err := s.inPlace(n, k)
+	if err == nil {
+		err = s.adopt(n, k)
 	}
-	return s.adopt(n, k)
+	if err == nil || absent(err) || foreign(err) {
+		return nil
+	}
+	s.mu.Lock()
+	gap := n.gaps[int(k[0])] != nil
+	s.mu.Unlock()
+	if gap { // the scan has met it, and tries again
+		s.count.inc(s.count.errors, errnoName(err))
+		return nil
+	}
+	return err
 }
 
 // inPlace checks that the subdirectory of a chunk is one.

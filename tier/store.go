@@ -274,6 +274,10 @@ func (s *Store) ok() bool { return !s.breaker.off.Load() }
 // diskError counts an error that is a miss and says nothing about a file.
 func (s *Store) diskError(op string, err error) {
 	s.count.inc(s.count.errors, errnoName(err))
+	s.towardBreaker(op, err)
+}
+
+func (s *Store) towardBreaker(op string, err error) {
 	if why := s.breaker.fail(s.now(), fmt.Sprintf("%s: %v", op, err)); why != "" {
 		s.tripped(why)
 	}
