@@ -42,7 +42,12 @@ func TestLeaderOfARootThatIsAway(t *testing.T) {
 	require.NoError(t, syscall.Mount(empty, disk, "", syscall.MS_BIND, ""))
 	off := func() { require.NoError(t, syscall.Unmount(disk, syscall.MNT_DETACH)) }
 	tier := func(state string) {
-		require.Eventually(t, func() bool { return c.leader.snapshot().Disk.State == state }, away, time.Millisecond)
+		require.Eventually(t, func() bool {
+			c.mu.Lock()
+			l := c.leader
+			c.mu.Unlock()
+			return l != nil && l.snapshot().Disk.State == state
+		}, away, time.Millisecond)
 	}
 	tier("off")
 	requireState(t, c, StateLeader)

@@ -2,6 +2,7 @@ package tier
 
 import (
 	"errors"
+	"syscall"
 	"time"
 )
 
@@ -22,7 +23,7 @@ type room struct {
 	full    bool      // it was the file system that had none, and the log says so
 	until   time.Time // nothing is tried before
 	pause   time.Duration
-	enough  int64 // free on the file system, at which the pause ends early
+	enough  int64 // free on the file system, at which the pause ends early; 0: unknown
 }
 
 // refuses says whether a write is not to be tried now; dirty: what is being written.
@@ -56,7 +57,7 @@ func (s *Store) full(need int64, err error) {
 	r.lacking, r.full = true, true
 	r.pause = min(max(2*r.pause, fullPause), maxFullPause)
 	r.until = s.now().Add(r.pause)
-	if r.enough = 0; ferr == nil {
+	if r.enough = 0; ferr == nil && !errors.Is(err, syscall.EDQUOT) { // of a quota it tells nothing
 		r.enough = fs.AvailBytes + need
 	}
 	s.mu.Unlock()

@@ -170,7 +170,7 @@ func TestChunkThatFoundNoRoomIsEvicted(t *testing.T) {
 // A disk that stays full is tried at a slow rhythm, with one chunk, however many wait
 // and however often they are offered: each try costs a file that is evicted in vain.
 func TestFullDiskIsNotTriedAllTheTime(t *testing.T) {
-	fs := &faultFS{}
+	fs := &stillFS{}
 	var clock, tries atomic.Int64
 	clock.Store(time.Now().UnixNano())
 	r := newRoomRig(t, t.TempDir(), StoreOptions{FS: fs, Now: func() time.Time { return time.Unix(0, clock.Load()) }})
@@ -221,6 +221,45 @@ func TestFullDiskIsNotTriedAllTheTime(t *testing.T) {
 		}
 		return true
 	})
+}
+
+// Chunks that are in the queue when the disk is found full are not tried: each would
+// have a file evicted in vain.
+func TestQueuedChunksDoNotTryAFullDisk(t *testing.T) {
+	fs := &stillFS{}
+	var tries atomic.Int64
+	now := time.Now()
+	r := newRoomRig(t, t.TempDir(), StoreOptions{FS: fs, WriteLanes: 1, Now: func() time.Time { return now }})
+	gate := make(chan struct{})
+	full := failing("write", syscall.ENOSPC)
+	fs.set(func(call, path string) error {
+		if strings.HasPrefix(call, "open") && filepath.Ext(path) == ".tmp" {
+			tries.Add(1)
+			<-gate
+		}
+		return full(call, path)
+	})
+	for n := 1; n <= 10; n++ {
+		r.keep(n)
+	}
+	r.wait("the queue", func() (yes bool) {
+		r.do(func() { yes = r.space.writing == 10 && tries.Load() == 1 })
+		return yes
+	})
+	close(gate)
+	r.wait("all of them in DRAM", func() (yes bool) {
+		r.do(func() { yes = r.space.writing == 0 && r.space.Stats().Backlog == 10 })
+		return yes
+	})
+	require.EqualValues(t, 2, tries.Load())
+	require.Empty(t, r.store.Stats().Dropped)
+}
+
+// stillFS has always the same free, whatever others do on the disk of the test.
+type stillFS struct{ faultFS }
+
+func (f *stillFS) Statfs(string) (sys.Filesystem, error) {
+	return sys.Filesystem{TotalBytes: 1 << 30, AvailBytes: 1 << 29}, nil
 }
 
 // When somebody frees room the pause of a full disk ends, however long it has become.

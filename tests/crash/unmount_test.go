@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvtier/kvtier/internal/chunk"
 	"github.com/kvtier/kvtier/internal/disktest"
+	"github.com/kvtier/kvtier/internal/sys"
 	"github.com/kvtier/kvtier/tier"
 )
 
@@ -312,7 +313,7 @@ func TestWriteCutOffByAnUnmount(t *testing.T) {
 	b := open(t, root, tier.StoreOptions{FS: disk}).scanned()
 	require.NoError(t, b.put(0))
 	off := func() {}
-	disk.before = func() { off = mountOver(t, empty, dir) }
+	disk.beforeRename = func() { off = mountOver(t, empty, dir) }
 	require.ErrorIs(t, b.put(1), tier.ErrOff, "worth to be offered again")
 	b.state("off")
 	off()
@@ -327,16 +328,44 @@ func TestWriteCutOffByAnUnmount(t *testing.T) {
 	b.close()
 }
 
-// cuttingFS does something once, before a chunk's file gets its name.
+// A write has looked, and then the file system goes: no directories are made for it.
+func TestUnmountedBeforeADirectoryIsMade(t *testing.T) {
+	dir := ownTmpfs(t, "size=64m")
+	root, other := filepath.Join(dir, "root"), t.TempDir()
+	require.NoError(t, os.Mkdir(filepath.Join(other, "root"), 0o700))
+	disk := &cuttingFS{}
+	b := open(t, root, tier.StoreOptions{FS: disk}).scanned()
+	off := func() {}
+	disk.beforeLook = func() { off = mountOver(t, other, dir) }
+	require.ErrorIs(t, b.put(0), tier.ErrOff)
+	b.state("off")
+	require.Len(t, disktest.Stats(t, other), 2)
+	off()
+	b.state("on")
+	require.NoError(t, b.put(0))
+	b.close()
+	require.Len(t, disktest.Stats(t, other), 2)
+}
+
+// cuttingFS does something once, before a chunk's file gets its name, or before it is
+// looked whether there is a directory for it.
 type cuttingFS struct {
 	tier.LocalFilesystem
-	before func()
+	beforeRename, beforeLook func()
 }
 
 func (f *cuttingFS) Rename(from, to string) error {
-	if f.before != nil && filepath.Ext(to) == ".kvc" {
-		f.before()
-		f.before = nil
+	if do := f.beforeRename; do != nil && filepath.Ext(to) == ".kvc" {
+		f.beforeRename = nil
+		do()
 	}
 	return f.LocalFilesystem.Rename(from, to)
+}
+
+func (f *cuttingFS) Lstat(path string) (sys.Stat, error) {
+	if do := f.beforeLook; do != nil && len(filepath.Base(path)) == 2 {
+		f.beforeLook = nil
+		do()
+	}
+	return f.LocalFilesystem.Lstat(path)
 }
