@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .keychain import KeyChain
     from .leases import Incarnation
     from .loading import Load
+    from .wishes import Wishes
 
 NO_LIMIT = 1 << 31
 
@@ -25,13 +26,10 @@ class Tracked:
         "held_since", "held_s",
     )  # fmt: skip
 
-    def __init__(
-        self, request: Request, epoch: bytes, may_load: bool, may_store: bool, memory_only: bool = False
-    ) -> None:
+    def __init__(self, request: Request, epoch: bytes, asked: Wishes) -> None:
         self.request = request
-        self.may_load = may_load
-        self.may_store = may_store
-        self.memory_only = memory_only  # what it stores is not written to disk on its behalf
+        self.may_load, self.may_store = asked.load, asked.store
+        self.memory_only = not asked.disk  # what it stores is not written to disk on its behalf
         self.epoch = epoch
         self.chain: KeyChain | None = None  # None: no fingerprint yet, or not identified
         self.cursor = 0  # chunks that need no offer any more
@@ -62,18 +60,3 @@ class Tracked:
         """What is left of ``most_s``, the time that lookups may take in all."""
         held = 0.0 if self.held_since is None else now - self.held_since
         return max(0.0, most_s - self.held_s - held)
-
-
-def wishes(request: Request) -> tuple[bool, bool, bool]:
-    """What a request asks for: whether it may load, may store, and stores in memory
-    only."""
-    params = request.kv_transfer_params
-    mine = params.get("kvtier") if isinstance(params, dict) else None
-    mine = mine if isinstance(mine, dict) else {}
-    load = mine.get("load", True) is not False
-    store = mine.get("store", True) is not False
-    memory_only = mine.get("disk", True) is False
-    sampling = request.sampling_params
-    if request.skip_reading_prefix_cache or (sampling is not None and sampling.prompt_logprobs is not None):
-        load = False
-    return load, store, memory_only

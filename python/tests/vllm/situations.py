@@ -15,6 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvtier.vllm.tracked import Tracked
+from kvtier.vllm.wishes import Wishes
 
 #: For what ends by itself in a moment, on a machine that has other things to do.
 LIMIT_S = 60.0
@@ -67,7 +68,7 @@ def held(e: Engine, doc: list[int]) -> int:
 def keys_of(e: Engine, doc: list[int]) -> npt.NDArray[np.uint8]:
     """Of the whole chunks of a document, as the scheduler's half makes them."""
     r = Request("probe", list(doc), SamplingParams(max_tokens=1), None)
-    t = Tracked(r, e.half._epoch, may_load=True, may_store=False)
+    t = Tracked(r, e.half._epoch, Wishes(store=False))
     e.half._identify(t)
     return t.chain.lookup(len(doc) // e.chunk)
 

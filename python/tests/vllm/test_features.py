@@ -8,6 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 from engine import MAX_LEN, Sequence
+from kvtier.vllm import wishes
 from situations import DOC, attempts, document, held, keys_of, until, warm
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -89,9 +90,7 @@ def test_requests_that_are_not_loaded_are_stored(make):
 
 
 @pytest.mark.parametrize(
-    "params",
-    [None, {}, {"kvtier": None}, {"kvtier": "off"}, {"kvtier": {"store": 0, "load": "no"}}]
-    + [{"kvtier": []}, {"do_remote_prefill": False, "remote_engine_id": "x", "kvtier": {"unheard": True}}],
+    "params", [None, {}, {"kvtier": None}, {"kvtier": {}}, {"do_remote_prefill": False, "remote_engine_id": "x"}]
 )
 def test_parameters_that_say_nothing(make, params):
     e = make()
@@ -99,6 +98,48 @@ def test_parameters_that_say_nothing(make, params):
     e.add(DOC, sampling={"extra_args": {"kv_transfer_params": params}})
     e.run()
     assert e.counts["load_tokens"] == 576 and not e.counts["errors"]
+
+
+@pytest.mark.parametrize(
+    ("mine", "warning"),
+    [
+        ("off", "is 'off', not an object"),
+        (False, "is False, not an object"),
+        ([], "is [], not an object"),
+        ({"store": 0, "load": "no"}, "has 'load': 'no', which is neither true nor false"),
+        ({"stores": False}, "has the unknown key 'stores'; the nearest one is 'store'"),
+        ({1: False}, "has the unknown key 1"),
+    ],
+)
+def test_wishes_that_are_not_understood(make, mine, warning, caplog):
+    """A prompt that somebody wants to keep out of the cache stays out, though they
+    misspelt it. One warning says what is wrong."""
+    wishes._warn.cache_clear()
+    e = make()
+    warm(e)
+    for n in range(2):
+        e.scheduler.reset_prefix_cache()
+        e.add([*DOC[:-1], n], sampling={"extra_args": {"kv_transfer_params": {"kvtier": mine}}})
+        e.run()
+    assert e.counts["load_tokens"] == 0 and not e.counts["errors"]
+    assert sum(warning in r.getMessage() for r in caplog.records) == 1
+    e.scheduler.reset_prefix_cache()
+    e.add(DOC)
+    e.run()
+    assert e.counts["load_tokens"] == 576
+
+
+@pytest.mark.parametrize(("mine", "written"), [({"store": "false"}, 0), ({"disk": None}, 0), ({"disc": False}, 0), ({}, 9)])
+def test_wishes_that_are_not_understood_keep_off_the_disk(on_disk, mine, written):
+    start, files = on_disk
+    e = start()
+    for _ in range(4) if not written else attempts(0.05):
+        e.add(DOC, sampling=asking(**mine))
+        e.run()
+        e.scheduler.reset_prefix_cache()
+        if written and held(e, DOC) == 9:
+            break
+    assert files(e) == written
 
 
 def test_opting_out_for_storing_leaves_nothing_behind(make):
