@@ -51,14 +51,23 @@ class LoopDisk:
     def can_be_slow(self) -> bool:
         return os.access(_THROTTLE, os.W_OK)
 
+    def limit(self, bytes_per_s: int) -> tuple[Path, str]:
+        """A file, and what to write to it, so that reads that reach the device share so
+        many bytes a second; fast() ends it."""
+        return _THROTTLE, f"{self._numbers} {bytes_per_s}"
+
+    def fast(self) -> None:
+        """As it was, also for reads that wait."""
+        _THROTTLE.write_text(f"{self._numbers} 0")
+
     @contextmanager
     def slow(self, bytes_per_s: int) -> Iterator[None]:
-        """Reads that reach the device share so many bytes a second."""
-        _THROTTLE.write_text(f"{self._numbers} {bytes_per_s}")
+        path, text = self.limit(bytes_per_s)
+        path.write_text(text)
         try:
             yield
         finally:
-            _THROTTLE.write_text(f"{self._numbers} 0")
+            self.fast()
 
     @contextmanager
     def full(self) -> Iterator[None]:
@@ -96,6 +105,6 @@ class LoopDisk:
 
     def close(self) -> None:
         if self.can_be_slow:
-            _THROTTLE.write_text(f"{self._numbers} 0")
+            self.fast()
         while os.path.ismount(self.path):
             self.unmount()

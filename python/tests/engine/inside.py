@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +43,38 @@ def leader(llm: Any) -> dict[str, Any]:
 def damage_between_hit_and_load(llm: Any, path: str, how: str) -> None:
     """Damages a file when the next load is allocated: the hit has been promised and
     nothing has been copied yet. ``how``: delete, or flip a bit."""
+    _before_the_next_load(llm, lambda: damage(Path(path), how))
+
+
+def write_between_hit_and_load(llm: Any, path: str, text: str) -> None:
+    """Writes a file of the system at that moment."""
+    _before_the_next_load(llm, lambda: Path(path).write_text(text))
+
+
+def _before_the_next_load(llm: Any, act: Callable[[], object]) -> None:
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
     original = connector.update_state_after_alloc
 
     def allocated(request: Any, blocks: Any, n: int) -> None:
         if n:
             connector.update_state_after_alloc = original
-            damage(Path(path), how)
+            act()
         original(request, blocks, n)
 
     connector.update_state_after_alloc = allocated
+
+
+def counters(llm: Any) -> dict[str, int]:
+    """What the connector has counted in this engine, as /metrics shows it."""
+    from prometheus_client import REGISTRY
+
+    out: Counter[str] = Counter()
+    for family in REGISTRY.collect():
+        if family.name.startswith("kvtier_") and family.type == "counter":
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    out[family.name.removeprefix("kvtier_")] += int(sample.value)
+    return out
 
 
 def damage(path: Path, how: str) -> None:
