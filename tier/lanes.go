@@ -154,19 +154,22 @@ func (l *lanes) stuck(d time.Duration) bool {
 	return true
 }
 
-// drain waits until no write is queued or running, or the time is over.
-func (l *lanes) drain(deadline time.Time) bool {
-	alarm := time.AfterFunc(time.Until(deadline), l.wake)
-	defer alarm.Stop()
+// drain waits until no write is queued or running, or the time is over: for writes that
+// may not run, because the gate is shut, at gate.
+func (l *lanes) drain(deadline, gate time.Time) {
+	for _, at := range []time.Time{deadline, gate} {
+		alarm := time.AfterFunc(time.Until(at), l.wake)
+		defer alarm.Stop()
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for len(l.writes.jobs) > 0 || l.writes.running > 0 {
-		if !time.Now().Before(deadline) {
-			return false
+		now := time.Now()
+		if !now.Before(deadline) || !l.gate && l.writes.running == 0 && !now.Before(gate) {
+			return
 		}
 		l.changed.Wait()
 	}
-	return true
 }
 
 // depth gives the jobs that are queued or running.

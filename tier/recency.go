@@ -157,7 +157,7 @@ func (s *Store) flushTouches(deadline time.Time, all bool) {
 
 // writeTouch sets one mtime; false when the disk is off, or goes off by it.
 func (s *Store) writeTouch(w removal) bool {
-	if !s.ok() || !s.own() {
+	if !s.worth() || !s.own() {
 		return false
 	}
 	s.mu.Lock()

@@ -1,0 +1,114 @@
+package tier
+
+import (
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kvtier/kvtier/internal/chunk"
+	"github.com/kvtier/kvtier/internal/sys"
+)
+
+// touched puts a chunk of long ago and uses it now; its mtime is not due for long.
+func (h *shelf) touched(n int) (used time.Time) {
+	h.t.Helper()
+	require.NoError(h.t, h.put(n))
+	old := time.Now().Add(-time.Hour)
+	require.NoError(h.t, sys.SetModified(h.file(n), old.UnixNano()))
+	h.disk.Touch(shelfKey(n), 0)
+	require.Less(h.t, h.modified(n), old.Add(time.Minute).UnixNano(), "not written yet")
+	return old.Add(time.Minute)
+}
+
+func (h *shelf) modified(n int) int64 {
+	h.t.Helper()
+	st, err := sys.Lstat(h.file(n))
+	require.NoError(h.t, err)
+	return st.ModifiedNS
+}
+
+// abandon closes and gives the error.
+func (h *shelf) abandon(timeout time.Duration) error {
+	h.t.Helper()
+	err := h.store.Close(timeout)
+	require.NoError(h.t, h.root.Close())
+	h.store = nil
+	return err
+}
+
+// Writes that may not run, because the scan has not ended, do not cost the clean stop.
+func TestCloseDoesNotWaitForTheScan(t *testing.T) {
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{Touch: time.Hour}).scanned()
+	used := h.touched(1)
+	h.store.lanes.shut()
+	done := make(chan error, 1)
+	require.True(t, h.disk.Write(shelfJob(shelfKey(2), 0, chunk.Key{}, func(err error) { done <- err })))
+	require.NoError(t, h.abandon(shelfPatience))
+	require.ErrorIs(t, h.answer(done), ErrClosed)
+	require.Greater(t, h.modified(1), used.UnixNano())
+}
+
+// Queued writes are waited for, those that may not run only up to a time of their own.
+func TestDrainWaitsForTheGate(t *testing.T) {
+	l := newLanes(1, 1, 100, 100)
+	job := &fakeLaneJob{60}
+	require.True(t, l.push(&l.writes, job))
+	far := time.Now().Add(shelfPatience)
+	l.drain(far, time.Now())
+	require.Len(t, l.writes.jobs, 1, "it may not run")
+	drained := make(chan struct{})
+	drain := func(gate time.Time) {
+		go func() {
+			l.drain(far, gate)
+			drained <- struct{}{}
+		}()
+	}
+	drain(far)
+	l.open()
+	require.Same(t, job, l.next(&l.writes, 0))
+	l.shut()
+	drain(time.Now()) // a write under way is waited for all the same
+	select {
+	case <-drained:
+		t.Fatal("not drained")
+	case <-time.After(10 * time.Millisecond):
+	}
+	l.finish(&l.writes, 0, job)
+	<-drained
+	<-drained
+}
+
+// One write that hangs does not cost the others their recency.
+func TestCloseKeepsRecencyBesideAWriteThatHangs(t *testing.T) {
+	fs := &faultFS{}
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs, Touch: time.Hour}).scanned()
+	used := h.touched(1)
+	gate := make(chan struct{})
+	fs.set(func(call, path string) error {
+		if call == "write direct" {
+			<-gate
+		}
+		return nil
+	})
+	done := make(chan error, 1)
+	require.True(t, h.disk.Write(shelfJob(shelfKey(2), 0, chunk.Key{}, func(err error) { done <- err })))
+	require.Error(t, h.abandon(3*time.Second), "the write has not ended")
+	require.Greater(t, h.modified(1), used.UnixNano())
+	close(gate)
+	require.ErrorIs(t, h.answer(done), ErrClosed)
+}
+
+// What was used is written at the end also when the disk was switched off.
+func TestCloseKeepsRecencyThoughTheDiskIsOff(t *testing.T) {
+	fs := &faultFS{}
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs, Touch: time.Hour, Breaker: BreakerOptions{Errors: 1, Off: time.Hour}}).scanned()
+	used := h.touched(1)
+	fs.set(failing("read", syscall.EIO))
+	require.ErrorIs(t, h.get(1), ErrIO)
+	require.Equal(t, "off", h.store.Stats().State)
+	fs.set(nil)
+	require.NoError(t, h.abandon(shelfPatience))
+	require.Greater(t, h.modified(1), used.UnixNano())
+}
