@@ -38,8 +38,29 @@ def make():
         return e
 
     yield build
+    ends = []
     for e in engines:
-        problems, left = e.problems, e.settled()
+        ends.append((e.problems, e.settled()))
         e.close()
+    for problems, left in ends:
         assert not problems
         assert not left
+
+
+@pytest.fixture(scope="session")
+def rank_server():
+    """What rank processes are forked from; ends with the session."""
+    import cluster  # slow, and few tests need it
+
+    cluster.context()
+    yield
+    cluster.end_server()
+
+
+@pytest.fixture
+def patience():
+    """The scheduler's half waits for its leader as long as a busy machine needs."""
+    import cluster
+
+    with cluster.patience():
+        yield

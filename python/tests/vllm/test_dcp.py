@@ -4,33 +4,13 @@ process groups and connectors, pages filled and compared by vLLM's slot mapping.
 
 from __future__ import annotations
 
-import cluster
 import pytest
 from cluster import Cluster
-from engine import mix
+from situations import document
 from topology import HEADS, LATENT, PACKED, SPARSE, Topology
 
 
-@pytest.fixture(scope="session", autouse=True)
-def server():
-    cluster.context()
-    yield
-    cluster.end_server()
-
-
-@pytest.fixture(autouse=True)
-def patience():
-    with cluster.patience():
-        yield
-
-
-def document(seed: int, n: int) -> list[int]:
-    out, x = [], seed
-    for _ in range(n):
-        x = mix(x)
-        out.append(x % 997 + 3)
-    return out
-
+pytestmark = pytest.mark.usefixtures("rank_server", "patience")
 
 DOC = document(1, 900)
 CHUNK = 64

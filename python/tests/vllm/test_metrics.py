@@ -2,12 +2,12 @@
 log line and by its Prometheus logger."""
 
 import re
-import time
 from pathlib import Path
 
 import pytest
 from engine import Engine
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from sink import Sink
 from situations import DOC, document, step_until_loading, warm
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
@@ -46,35 +46,6 @@ def make(monkeypatch):
     yield build
     for e in engines:
         e.close()
-
-
-class Sink:
-    """Takes what vLLM sends from the engine core to its loggers."""
-
-    def __init__(self, e):
-        self.all = KVTierStats()
-        self.sent = []
-        make_stats = e.scheduler.make_stats
-
-        def spy(*args, **kw):
-            stats = make_stats(*args, **kw)
-            if stats is not None and stats.kv_connector_stats:
-                self.sent.append(stats.kv_connector_stats)
-            return stats
-
-        e.scheduler.make_stats = spy
-
-    def until(self, e, name, limit_s=60):
-        """Steps the engine with small requests until a figure was sent."""
-        end = time.monotonic() + limit_s
-        while not any(_plain(d).get(name) for d in self.sent):
-            assert time.monotonic() < end, f"{name} never comes: {self.sent}"
-            e.add(document(5, 20), 1)
-            e.run()
-
-
-def _plain(data):
-    return data.get("KVTierConnector", data)
 
 
 @pytest.mark.parametrize("multi", [False, True])

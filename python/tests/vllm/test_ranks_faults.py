@@ -12,11 +12,15 @@ import cluster
 import pytest
 from cluster import Cluster
 from rank_process import FILL
-from test_dcp import CHUNK, DOC, document, patience, server  # noqa: F401
+from situations import document
 from topology import DRAFTED, LATENT, Topology
 
 import kvtier
 
+pytestmark = pytest.mark.usefixtures("rank_server", "patience")
+
+DOC = document(1, 900)
+CHUNK = 64
 TWO = Topology(2, 2, 1)
 SHORT = {"part_deadline_s": 1, "part_first_done_deadline_s": 1}
 

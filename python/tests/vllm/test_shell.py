@@ -5,8 +5,8 @@ import logging
 
 import pytest
 from engine import Engine
+from sink import Sink
 from situations import DOC, document, step_until_loading, until, warm
-from test_metrics import Sink
 from vllm.v1.request import RequestStatus
 
 from kvtier.vllm import connector
