@@ -91,7 +91,7 @@ func (s *Store) checkKnown() {
 		return
 	}
 	s.chargeGaps()
-	if s.budget.known {
+	if s.placeAhead() || s.budget.known {
 		return
 	}
 	s.budget.known = true
@@ -291,6 +291,9 @@ func (s *Store) adopt(n *namespaceDir, k chunk.Key) error {
 	defer s.mu.Unlock()
 	cost := accounted(&st)
 	e := n.index.add(k, min(st.ModifiedNS, now), st.Size, cost)
+	if st.ModifiedNS > now {
+		s.ahead = append(s.ahead, aheadFile{removal{n, k}, st.ModifiedNS, e.stamp})
+	}
 	s.budget.add(cost)
 	s.cover(n, int(k[0]), cost)
 	if st.Links != 1 {

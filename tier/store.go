@@ -103,7 +103,10 @@ type Store struct {
 	room      room
 	starved   bool // eviction found nothing to take
 	uses      useRun
+	opened    int64       // Unix ns
 	lastUse   int64       // of useTime
+	ahead     []aheadFile // adopted with an mtime in the future, and not yet placed
+	placing   bool        // that is being done
 	late      []lateTouch // mtimes to be written when their time has come, oldest first
 	leftovers []leftover
 	closed    bool // no new work
@@ -180,6 +183,8 @@ func OpenStore(r *Root, o StoreOptions) (*Store, error) {
 		stopTick: make(chan struct{}),
 	}
 	s.changed = sync.NewCond(&s.mu)
+	s.opened = s.now().UnixNano()
+	s.lastUse = s.opened // what is used from now on is newer than all that is adopted
 	s.direct.Store(true)
 	fs, err := s.fs.Statfs(r.path)
 	if err != nil {

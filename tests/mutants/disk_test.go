@@ -152,6 +152,20 @@ var diskMutants = []mutant{
 		pkg:  "tier", run: "^TestDiskRecencyIsInTheMtime$",
 	},
 	{
+		name: "order of the future forgotten",
+		file: "tier/ahead.go",
+		old:  "return cmp.Compare(a.mtime, b.mtime)",
+		new:  "return cmp.Compare(a.stamp, b.stamp)",
+		pkg:  "tier", run: "^TestTimesInTheFutureAreMended$",
+	},
+	{
+		name: "times in the future left on disk",
+		file: "tier/ahead.go",
+		old:  "if !e.has(entryLinked) {",
+		new:  "if e.has(entryNewer) {",
+		pkg:  "tier", run: "^TestOrderOutlivesAClockSetBack$",
+	},
+	{
 		name: "free-space floor ignored",
 		file: "tier/budget.go",
 		old:  "if b.floor > 0 && b.avail-b.reserved-n < b.floor {",
