@@ -216,9 +216,12 @@ def trouble(stage, disk: LoopDisk, life, told: Told, pairs, files) -> None:
 
     disk.unmount()
     t.ask("unmounted", pairs["unmounted"][1])
-    t.wait_for_state("dead", "gone")
+    t.wait_for_state("off")
     told.seen["below the mount point"] = list(disk.path.iterdir())
     disk.mount()
+    t.wait_for_state("on")
+    life.forget()
+    t.ask("mounted again", pairs["after slow"][1])
 
 
 def slow(disk: LoopDisk, life, t: Trouble, pairs) -> None:
@@ -343,6 +346,13 @@ def test_a_full_disk_stays_in_use(told):
 
 def test_an_unmounted_disk_is_not_written_below(told):
     assert told.seen["below the mount point"] == []
+
+
+def test_a_disk_that_is_mounted_again_is_used_again(told):
+    got = told.answers["mounted again"]
+    assert outputs(got) == outputs(told.right["after slow"])
+    assert sum(got["loaded"].values()) == COMPUTED_FROM["after slow"] * CHUNK
+    assert got["loaded"]["disk"] and told.state["mounted again"] == "on"
 
 
 def test_a_damaged_sidecar_is_written_anew(told):
