@@ -173,7 +173,10 @@ func TestFullDiskIsNotTriedAllTheTime(t *testing.T) {
 	fs := &stillFS{}
 	var clock, tries atomic.Int64
 	clock.Store(time.Now().UnixNano())
-	r := newRoomRig(t, t.TempDir(), StoreOptions{FS: fs, Now: func() time.Time { return time.Unix(0, clock.Load()) }})
+	log := &logLines{}
+	r := newRoomRig(t, t.TempDir(), StoreOptions{
+		FS: fs, Now: func() time.Time { return time.Unix(0, clock.Load()) }, Log: log.logger(),
+	})
 	full := failing("write", syscall.ENOSPC)
 	fs.set(func(call, path string) error {
 		if strings.HasPrefix(call, "open") && filepath.Ext(path) == ".tmp" {
@@ -210,6 +213,8 @@ func TestFullDiskIsNotTriedAllTheTime(t *testing.T) {
 		offer()
 		require.EqualValues(t, 4+2*i, tries.Load(), pause)
 	}
+	require.Len(t, log.lines(), 1)
+	require.Contains(t, log.lines()[0], "is full")
 	// A success ends it: all of them follow.
 	fs.set(nil)
 	clock.Add(int64(time.Minute))
