@@ -29,6 +29,7 @@ from . import metrics
 from .handshake import KVTierHandshake
 from .leaderwatch import LeaderWatch
 from .metadata import KVTierMetadata, LoadPlan
+from .policy import settle_failure_policy
 from .scheduler import SchedulerHalf
 from .settings import Settings, SettingsError
 from .stats import KVTierStats, logger
@@ -156,21 +157,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._guard = _Guard(self._half)
         if isinstance(self._half, SchedulerHalf):
             self._scheduler = self._half
-            self._set_failure_policy(settings)
+            settle_failure_policy(self._kv_transfer_config, settings.load_failure_policy)
             if wrong is None:
                 self._open(self._scheduler.open)
         elif isinstance(self._half, WorkerHalf):
             self._worker = self._half
         if wrong is not None:
             self._stay_off(str(wrong))
-
-    def _set_failure_policy(self, settings: Settings) -> None:
-        """The scheduler reads the policy right after it made this object. vLLM's
-        own default fails a request whose load failed."""
-        config = self._kv_transfer_config
-        if config.kv_load_failure_policy != settings.load_failure_policy:
-            config.kv_load_failure_policy = settings.load_failure_policy
-            logger.info("kvtier: kv_load_failure_policy is %s", settings.load_failure_policy)
 
     def _open(self, opening: Callable[[], None]) -> None:
         """Runs what may fail at start: it stops the engine only when it must."""

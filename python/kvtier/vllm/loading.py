@@ -157,9 +157,9 @@ class Loading:
                 if load is None:
                     continue  # not ours
                 t.load = None
-                if request_id in output.failed_recving:
-                    load.failed = True
-                    t.limit = min(t.limit, load.first // (self._chunk or 1))
+            if request_id in output.failed_recving:
+                load.failed = True
+                load.owner.limit = min(load.owner.limit, load.first // (self._chunk or 1))
             self._loads.pop(load.op, None)
             if load.failed and coordinator is not None:
                 # A rank that could not begin it tells the leader nothing. All have

@@ -186,6 +186,7 @@ class Engine:
         max_len: int = MAX_LEN,
         beside: tuple[dict, ...] = (),
         before: tuple[dict, ...] = (),
+        outer_policy: str = "recompute",
     ) -> None:
         Engine._number += 1
         self.block, self.chunk, self.blocks, self.slots = block, chunk, blocks, slots
@@ -222,7 +223,7 @@ class Engine:
             transfer.kv_connector_module_path = ours["kv_connector_module_path"]
             transfer.kv_connector_extra_config = self.extra
         transfer.engine_id = f"engine-{Engine._number}"
-        transfer.kv_load_failure_policy = "recompute" if multi else "fail"
+        transfer.kv_load_failure_policy = outer_policy if multi else "fail"
 
         spec = MLAAttentionSpec(
             block_size=block, num_kv_heads=1, head_size=TOKEN_BYTES // 2, dtype=torch.bfloat16

@@ -3,7 +3,7 @@ which keeps prompts in files and loads them before the forward."""
 
 import pytest
 from situations import DOC, document, step_until_loading, warm
-
+from vllm.v1.request import RequestStatus
 
 #: Of DOC: it leaves out the last token and the block of the one before.
 THEIRS = 592
@@ -53,6 +53,27 @@ def test_asked_second_it_leaves_the_load_to_the_other(make, example):
     e.add(DOC + document(80, 40))
     e.run()
     assert e.counts["load_tokens"] == 576
+
+
+@pytest.mark.parametrize("outer", ["fail", "recompute"])
+def test_policy_of_the_outer_connector_is_told(make, caplog, outer):
+    """vLLM's own default ends a request whose load failed, and the outer configuration
+    counts: the log says so, and does not say that it was changed."""
+    with caplog.at_level("INFO", logger="vllm.kvtier"):
+        e = make(multi=True, outer_policy=outer)
+    said = [r.getMessage() for r in caplog.records if "kv_load_failure_policy" in r.getMessage()]
+    if outer == "recompute":
+        assert said == []
+        return
+    assert len(said) == 1 and 'has kv_load_failure_policy \'fail\', so that a load that fails ends its request' in said[0]
+    assert not e.scheduler.recompute_kv_load_failures
+    warm(e)
+    q = e.add(DOC)
+    output, todo = step_until_loading(e, q)
+    output.kv_connector_metadata.metadata[0].loads[0].blocks = []
+    e.update(output, e.execute(output, todo))
+    e.run()
+    assert q.request.status == RequestStatus.FINISHED_ERROR
 
 
 def test_abort_and_reset_beside_another(make, example):
