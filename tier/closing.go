@@ -1,6 +1,7 @@
 package tier
 
 import (
+	"errors"
 	"fmt"
 	"time"
 
@@ -16,7 +17,8 @@ const scanWait = time.Second
 // rest is refused. One write that hangs does not cost the others what they have: a
 // fifth of the time is kept for the end. It returns
 // in time even if a read never comes back; then the error says so, and the
-// buffers of such reads and writes must stay mapped.
+// buffers of such reads and writes must stay mapped. It is an error, too, when the file
+// of a removed chunk is left: the next start would find it.
 func (s *Store) Close(timeout time.Duration) error {
 	began := time.Now()
 	deadline, drained := began.Add(timeout), began.Add(timeout/5*4)
@@ -59,18 +61,25 @@ func (s *Store) Close(timeout time.Duration) error {
 	case <-ended:
 	case <-timer.C:
 		err = fmt.Errorf("disk tier of %s: reads or writes have not ended in %v: %w", s.root.path, timeout, ErrIO)
-		s.mu.Lock()
+	}
+	s.mu.Lock()
+	stay := len(s.removals) + len(s.failed)
+	if err != nil {
+		if s.unlinking {
+			stay++
+		}
 		s.removals = nil
 		s.abandoned = true // another process may lead from now on
-		s.mu.Unlock()
 	}
 	// Whoever was refused gets his answer before Close returns.
-	s.mu.Lock()
 	s.answering = false
 	s.changed.Broadcast()
 	s.mu.Unlock()
 	if err == nil {
 		s.answerer.Wait()
+	}
+	if stay > 0 {
+		err = errors.Join(err, fmt.Errorf("disk tier of %s: chunks that were removed, but could not be deleted and will be found at the next start: %d: %w", s.root.path, stay, ErrIO))
 	}
 	return err
 }

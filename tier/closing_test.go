@@ -1,6 +1,7 @@
 package tier
 
 import (
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -111,4 +112,63 @@ func TestCloseKeepsRecencyThoughTheDiskIsOff(t *testing.T) {
 	fs.set(nil)
 	require.NoError(t, h.abandon(shelfPatience))
 	require.Greater(t, h.modified(1), used.UnixNano())
+}
+
+// A chunk that is removed while the disk is off does not come back after a clean stop.
+func TestRemovedWhileTheDiskIsOff(t *testing.T) {
+	dir, fs := t.TempDir(), &faultFS{}
+	open := func() *shelf {
+		return openShelf(t, dir, "m", StoreOptions{FS: fs, Breaker: BreakerOptions{Errors: 1, Off: time.Hour}}).scanned()
+	}
+	remove := func(h *shelf, n int) {
+		require.NoError(t, h.put(n))
+		fs.set(failing("read", syscall.EIO))
+		require.ErrorIs(t, h.get(n), ErrIO)
+		require.Equal(t, "off", h.store.Stats().State)
+		h.disk.Remove(shelfKey(n))
+		require.FileExists(t, h.file(n))
+	}
+	h := open()
+	remove(h, 1)
+	fs.set(nil)
+	require.NoError(t, h.abandon(shelfPatience))
+	h = open()
+	require.False(t, h.disk.Has(shelfKey(1)))
+	require.NoFileExists(t, h.file(1))
+
+	// If that fails, it is said.
+	remove(h, 2)
+	remaining := h.file(2)
+	fs.set(failing("unlink", syscall.EIO))
+	err := h.abandon(shelfPatience)
+	require.ErrorIs(t, err, ErrIO)
+	require.ErrorContains(t, err, "found at the next start: 1")
+	require.FileExists(t, remaining)
+	fs.set(nil)
+}
+
+// Nor when the unlinks hang: the stop is bounded, and says what stays.
+func TestRemovalThatHangsAtTheEnd(t *testing.T) {
+	fs := &faultFS{}
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs}).scanned()
+	gate, hanging := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	for n := range 3 {
+		require.NoError(t, h.put(n))
+	}
+	fs.set(func(call, path string) error {
+		if call == "unlink" {
+			once.Do(func() { close(hanging) })
+			<-gate
+		}
+		return nil
+	})
+	for n := range 3 {
+		h.disk.Remove(shelfKey(n))
+	}
+	<-hanging
+	err := h.abandon(100 * time.Millisecond)
+	require.ErrorContains(t, err, "have not ended")
+	require.ErrorContains(t, err, "found at the next start: 3")
+	close(gate)
 }

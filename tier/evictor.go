@@ -28,7 +28,7 @@ func (s *Store) evict() {
 // nextVictim chooses the file to be unlinked next and makes its entry unknown.
 // evicted tells an eviction from a removal. Needs mu.
 func (s *Store) nextVictim() (v removal, evicted, ok bool) {
-	if !s.ok() {
+	if !s.ok() && !s.lastTry() {
 		return removal{}, false, false
 	}
 	if len(s.removals) > 0 { // also at the end: what was removed must not come back

@@ -51,7 +51,7 @@ const modelKeys = 12
 func (m *machine) reopen(t *rapid.T, capBytes int64, durable bool) {
 	m.options = tier.StoreOptions{
 		CapBytes: capBytes, Durable: durable, FS: m.disk, Now: m.clock.now,
-		Breaker: tier.BreakerOptions{Errors: 1 << 30},
+		Breaker: tier.BreakerOptions{Errors: rapid.SampledFrom([]int{1, 5, 1 << 30}).Draw(t, "breaker")},
 	}
 	m.roomy = capBytes >= 60*disktest.CostBytes
 	m.disk.mu.Lock()
@@ -84,6 +84,13 @@ func (m *machine) healthy() {
 	m.disk.set(nil)
 	m.faulty = false
 	m.clock.jump(11 * time.Second) // what failed to be scanned is tried again
+	m.wait("the tier to be on", func() bool {
+		off := m.store.Stats().State == "off"
+		if off {
+			m.clock.jump(time.Minute)
+		}
+		return !off
+	})
 	m.scanned()
 }
 
@@ -97,7 +104,10 @@ func TestDiskAgainstAStrictOracle(t *testing.T) {
 		require.NoError(t, err)
 		m := &machine{dir: dir, disk: newMemDisk(dir), clock: &clock{}, knows: map[int]belief{}, ever: map[int]bool{}, solid: map[int]bool{}, torn: map[int]bool{}}
 		m.reopen(t, m.cap(t), rapid.Bool().Draw(t, "durable"))
-		defer func() { m.close() }()
+		defer func() {
+			m.disk.set(nil) // what is removed has to go before the end
+			m.close()
+		}()
 		number := rapid.IntRange(0, modelKeys-1)
 		t.Repeat(map[string]func(*rapid.T){
 			"put": func(t *rapid.T) { m.stored(number.Draw(t, "n")) },
@@ -159,9 +169,11 @@ func TestDiskAgainstAStrictOracle(t *testing.T) {
 				})
 			},
 			"restart": func(t *rapid.T) {
-				if m.faulty {
+				if m.faulty && rapid.Bool().Draw(t, "heals first") {
 					m.healthy()
 				}
+				m.disk.set(nil) // the tier may be off all the same
+				m.faulty = false
 				failed := m.wobbly
 				m.close()
 				m.reopen(t, m.cap(t), rapid.Bool().Draw(t, "durable"))
