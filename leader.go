@@ -55,7 +55,8 @@ type leader struct {
 	members    map[uint32]*attachment
 	lastMember uint32
 	probes     int
-	starved    []*loadOp // loads that wait for a slot, oldest first
+	starved    []*loadOp // loads that wait for a slot or for room, the longest first
+	round      uint64    // counts how often these were fed
 	hungry     []*lease  // leases whose reads wait for the arena to grow
 	loads      int       // that run, of all groups
 	loadChunks int       // of which these loads keep a verdict
@@ -185,6 +186,12 @@ func (l *leader) close(timeout time.Duration) error {
 	l.abandonAll()
 	spaces := l.spaces
 	l.spaces = nil
+	var reopened []chan struct{}
+	for _, sp := range spaces {
+		if sp.reopening != nil && sp.reopening.running != nil {
+			reopened = append(reopened, sp.reopening.running)
+		}
+	}
 	l.unlock()
 
 	close(l.stop)
@@ -192,6 +199,8 @@ func (l *leader) close(timeout time.Duration) error {
 	// Taken once: a space that is being opened now is closed by its opener.
 	l.opening.Lock()
 	l.opening.Unlock() //nolint:staticcheck // a barrier, not a section
+
+	awaitReopened(reopened, timeout/4)
 
 	// Chunks that are being hashed, or wait for room in the queue, still go to disk.
 	for _, sp := range spaces {

@@ -30,7 +30,7 @@ func (sp *space) lookup(keys []chunkKey) wire.Hits {
 // prefetch starts the disk reads of a run within what the member's caps leave.
 // Nothing keeps what they bring.
 func (a *attachment) prefetch(sp *space, first uint32, keys []chunkKey) wire.Hits {
-	room := min(sp.memberCap()-a.charged, sp.allCap()-sp.charged)
+	room := sp.room(a)
 	var pending uint32
 	for i, k := range keys {
 		p := sp.Look(k)

@@ -64,12 +64,13 @@ func (l *leader) tick() time.Duration {
 	}
 	for _, sp := range l.spaces {
 		sp.giveUpFills(now)
+		idle = sp.reopen(now) || idle
 		idle = idle || len(sp.fills) > 0
 	}
 	l.retireVacant()
 	l.watching, l.hurrying = waiting || idle, waiting
 	switch {
-	case len(l.starved) > 0, len(l.hungry) > 0, testing:
+	case l.lacksSlots(), len(l.hungry) > 0, testing:
 		l.watching, l.hurrying = true, true
 		return tickGrowing
 	case waiting:

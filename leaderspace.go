@@ -20,12 +20,13 @@ type chunkKey = chunk.Key
 type space struct {
 	*tier.Space
 	l      *leader
-	disk   *tier.Disk // nil: memory only
+	disk   *tier.Disk // nil: memory only, for good if reopening is nil too
 	layout *chunk.Layout
 	groups int // that use it now
 
 	fingerprint chunk.Fingerprint
 	model       string
+	reopening   *reopening
 
 	// charges counts, by slot, the leases and loads that count it against the caps:
 	// chunks that exist only in DRAM, slots that are pinned or are about to be.
@@ -34,6 +35,7 @@ type space struct {
 
 	fills     map[uint32]*fill // by slot: disk reads that have not ended
 	fillOrder []*fill          // by deadline; those that ended are skipped
+	dryAt     uint64           // the round of feeding in which no slot was free
 	loads     map[*loadOp]struct{}
 	tests     map[chunkKey]*selfTest // by the chunks of running self-tests
 }
@@ -100,13 +102,18 @@ func (l *leader) openSpace(ag *agreement) (*space, error) {
 	if l.store != nil && !ag.memoryOnly {
 		d, err := l.store.Namespace(ag.namespace)
 		if err != nil {
-			l.log.Warn("namespace is kept in memory only", "namespace", ag.fingerprint.String()[:32], "error", err)
+			said := "namespace is kept in memory only"
+			if !errors.Is(err, tier.ErrTooBig) {
+				said += " until its directory can be opened, which is tried again and again"
+				sp.reopening = &reopening{namespace: ag.namespace, at: l.now().Add(reopenAfter)}
+			}
+			l.log.Warn(said, "namespace", ag.fingerprint.String()[:32], "error", err)
 		} else {
 			sp.disk = d
 		}
 	}
 	t, err := tier.NewSpace(tier.SpaceOptions{
-		Namespace: ag.namespace, Layout: ag.layout, Pool: l.pool, Disk: sp.disk,
+		Namespace: ag.namespace, Layout: ag.layout, Pool: l.pool, Disk: sp.disk, DiskLater: sp.reopening != nil,
 		Mu: &l.mu, Settled: sp.settled, Workers: l.opts.workers, Log: l.log,
 	})
 	if errors.Is(err, tier.ErrSlotTooBig) {
@@ -121,6 +128,9 @@ func (l *leader) openSpace(ag *agreement) (*space, error) {
 	closed = l.closed
 	if !closed {
 		l.spaces[ag.fingerprint] = sp
+		if sp.reopening != nil {
+			l.watch()
+		}
 	}
 	l.unlock()
 	if closed {
@@ -194,11 +204,19 @@ func (sp *space) window() int { return max(2, min(wire.MaxWindow, len(sp.charges
 
 // mayCharge says whether counting this slot for the member stays within the caps.
 func (sp *space) mayCharge(a *attachment, slot uint32) bool {
-	if a.charges != nil && a.charges[slot] > 0 {
+	if a.counts(slot) {
 		return true
 	}
 	return a.charged < sp.memberCap() && (sp.charges[slot] > 0 || sp.charged < sp.allCap())
 }
+
+// room is how many slots that nobody counts the member may still be charged.
+func (sp *space) room(a *attachment) int {
+	return min(sp.memberCap()-a.charged, sp.allCap()-sp.charged)
+}
+
+// counts says whether this slot counts for the member already.
+func (a *attachment) counts(slot uint32) bool { return a.charges != nil && a.charges[slot] > 0 }
 
 // mayChargeNew is mayCharge for a slot that nobody has.
 func (sp *space) mayChargeNew(a *attachment) bool {
@@ -224,6 +242,7 @@ func (sp *space) uncharge(a *attachment, slot uint32) {
 	if sp.charges[slot]--; sp.charges[slot] == 0 {
 		sp.charged--
 	}
+	sp.l.freed = true // room within the caps
 }
 
 // unpin gives up a pin; the slot may be free afterwards.

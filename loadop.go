@@ -1,6 +1,7 @@
 package kvtier
 
 import (
+	"slices"
 	"time"
 
 	"github.com/kvtier/kvtier/internal/wire"
@@ -36,11 +37,20 @@ type loadOp struct {
 	lease       *lease // taken over from the coordinator; nil: none, or nothing is left of it
 	leaseOffset int    // index in the lease of keys[0]
 	unreadable  int    // the lowest index whose read failed
-	starved     bool   // it waits for a slot
-	queued      bool   // in the leader's list of such loads
+	hunger      hunger // what it waits for
+	queued      bool   // in the leader's list of loads that wait for something
 	ended       uint64 // ranks that have ended the operation
 	waits       []loadWait
 }
+
+// hunger is what keeps a load from getting on, but for reads and ranks.
+type hunger uint8
+
+const (
+	fed     hunger = iota
+	forSlot        // no slot to read a chunk into
+	forRoom        // one more pin would be over the caps
+)
 
 // loadWait is a LOAD_WAIT that is not answered.
 type loadWait struct {
@@ -161,23 +171,24 @@ func (o *loadOp) openWindow(from int) {
 	clear(o.reading)
 	o.until = o.sp.l.now().Add(o.sp.l.opts.windowTimeout)
 	o.count.Loads.Windows++
-	o.progress()
+	o.progress(false)
 }
 
-// progress decides what can be decided, in order, and starts the window's reads.
-func (o *loadOp) progress() {
-	o.starved = false
+// progress decides what can be decided, in order, and starts the window's reads. turn:
+// its turn among the loads that wait has come, so it need not stand back behind them.
+func (o *loadOp) progress(turn bool) {
+	o.wait(fed)
 	before := o.decided
-	for o.decided < o.to && o.decide(o.decided) {
+	for o.decided < o.to && o.decide(o.decided, turn) {
 	}
-	if o.decided < o.to {
-		o.startReads()
-		if o.starved {
-			o.sp.l.starve(o)
-		}
+	if o.decided < o.to && o.hunger == fed {
+		o.startReads(turn)
 	}
 	if o.decided == before {
 		return
+	}
+	if turn {
+		o.until = o.sp.l.now().Add(o.sp.l.opts.windowTimeout) // waiting was no fault of its reads
 	}
 	if o.decided == o.total {
 		o.settled()
@@ -190,13 +201,49 @@ func (o *loadOp) progress() {
 	o.answerWaits()
 }
 
-// decide gives the verdict over one key, or false while it is being read.
-func (o *loadOp) decide(i int) bool {
+// wait notes what the load waits for, and puts it behind those that wait already.
+func (o *loadOp) wait(h hunger) {
+	if o.hunger == forRoom {
+		o.g.capped--
+	}
+	o.hunger = h
+	if h == forRoom {
+		o.g.capped++
+	}
+	if h != fed && !o.queued {
+		o.queued = true
+		o.sp.l.starved = append(o.sp.l.starved, o)
+	}
+}
+
+// room is how many more slots the load may pin. The caps count what its coordinator's
+// leases and all its group's loads pin; yet one window of a group may always be pinned,
+// so that its loads get on whatever leases hold. Who waits for room longer goes first.
+func (o *loadOp) room(turn bool) int {
+	if !turn && o.g.capped > 0 {
+		return 0
+	}
+	return max(o.sp.window()-o.g.pinned, o.sp.room(o.owner))
+}
+
+// mayPin says whether this slot may be pinned: room for one that others may count.
+func (o *loadOp) mayPin(slot uint32, turn bool) bool {
+	return o.owner.counts(slot) ||
+		(turn || o.g.capped == 0) && (o.g.pinned < o.sp.window() || o.sp.mayCharge(o.owner, slot))
+}
+
+// decide gives the verdict over one key, or false while it is being read, or waits for
+// room.
+func (o *loadOp) decide(i int, turn bool) bool {
 	k := o.keys[i]
 	p := o.sp.Look(k)
 	switch {
+	case p.State == tier.Ready && !o.mayPin(p.Ref.Slot, turn):
+		o.wait(forRoom)
+		return false
 	case p.State == tier.Ready && o.sp.Pin(p.Ref) == nil:
 		o.sp.charge(o.owner, p.Ref.Slot)
+		o.g.pinned++
 		o.sp.Touch(k, o.first+uint32(i))
 		o.busy[i-o.from] = lowBits(o.g.ranks) &^ o.ended
 		o.verdicts[i] = wire.Verdict{Code: wire.Ready, Slot: p.Ref.Slot, Generation: p.Ref.Generation}
@@ -214,16 +261,33 @@ func (o *loadOp) decide(i int) bool {
 }
 
 // startReads begins the disk reads of the open window, and waits for those of others.
-func (o *loadOp) startReads() {
+// There are no more than what they bring may be pinned.
+func (o *loadOp) startReads(turn bool) {
+	room := o.room(turn)
 	for i := o.decided; i < min(o.to, o.unreadable); i++ {
 		p := o.sp.Look(o.keys[i])
 		ref := p.Ref
 		switch {
-		case p.State == tier.Filling:
+		case p.State == tier.Filling, p.State == tier.Ready:
+			if !o.owner.counts(ref.Slot) {
+				room--
+			}
 		case p.State == tier.Free && p.OnDisk:
+			if room--; room < 0 {
+				if i == o.decided { // else the end of a read brings it on
+					o.wait(forRoom)
+				}
+				return
+			}
 			var err error
-			if ref, err = o.sp.read(o.keys[i], o.first+uint32(i)); err != nil {
-				o.starved = true
+			if turn && o.sp.dryAt == o.sp.l.round {
+				err = tier.ErrNoSlot
+			} else {
+				ref, err = o.sp.read(o.keys[i], o.first+uint32(i))
+			}
+			if err != nil {
+				o.sp.dryAt = o.sp.l.round
+				o.wait(forSlot)
 				return
 			}
 		default:
@@ -265,22 +329,29 @@ func (o *loadOp) readAhead() {
 	}
 }
 
-// starve queues a load for the next slot that becomes free.
-func (l *leader) starve(o *loadOp) {
-	if !o.queued {
-		o.queued = true
-		l.starved = append(l.starved, o)
-	}
+// lacksSlots says whether a load waits for a slot, which may come from memory that is
+// being allocated and tells nobody.
+func (l *leader) lacksSlots() bool {
+	return slices.ContainsFunc(l.starved, func(o *loadOp) bool { return o.hunger == forSlot })
 }
 
-// feed gives those who wait for a slot another try: loads first, oldest first.
+// feed gives those who wait for a slot or for room another try: loads first, in the
+// order in which they began to wait.
 func (l *leader) feed() {
+	l.round++
 	loads, leases := l.starved, l.hungry
 	l.starved, l.hungry = nil, nil
 	for _, o := range loads {
 		o.queued = false
-		if o.starved {
-			o.progress()
+		switch {
+		case o.hunger == fed:
+		case o.hunger == forRoom && o.g.fullAt == l.round: // behind others of its group
+			o.wait(forRoom)
+		default:
+			o.progress(true)
+			if o.hunger == forRoom {
+				o.g.fullAt = l.round
+			}
 		}
 	}
 	for _, le := range leases {
@@ -302,7 +373,7 @@ func (o *loadOp) fillEnded(i int, f *fill, ok bool) {
 		o.unreadable = min(o.unreadable, i)
 	}
 	if i == o.decided {
-		o.progress()
+		o.progress(false)
 	}
 }
 
@@ -323,7 +394,7 @@ func (o *loadOp) failFrom(i int) {
 
 // settled: all is decided, so that nothing is looked at or kept any more.
 func (o *loadOp) settled() {
-	o.starved = false
+	o.wait(fed)
 	for i := range o.reading {
 		o.stopReading(o.from + i)
 	}
@@ -456,6 +527,7 @@ func (o *loadOp) release(i int, ranks uint64) {
 		v := o.verdicts[i]
 		o.sp.unpin(tier.Ref{Slot: v.Slot, Generation: v.Generation})
 		o.sp.uncharge(o.owner, v.Slot)
+		o.g.pinned--
 	}
 }
 
@@ -527,6 +599,9 @@ func (o *loadOp) finish() {
 func (o *loadOp) expire(now time.Time) {
 	if o.decided < o.total && !now.Before(o.until) {
 		o.count.Loads.Expired++
+		if o.hunger == forRoom {
+			o.sp.l.count.Misses.OverCap++
+		}
 		o.failFrom(o.decided)
 	}
 	o.dismiss(func(w *loadWait) bool { return !w.until.IsZero() && !now.Before(w.until) }, wire.StatusTimeout)

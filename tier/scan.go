@@ -359,7 +359,7 @@ func (s *Store) addDir(n *namespaceDir) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.dirs = append(s.dirs, n)
-	if n.left > 0 {
+	if n.left > 0 && !s.ending {
 		s.budget.known = false
 		s.spawn("disk scan", s.scan) // the first ones may have ended
 	}
@@ -368,10 +368,13 @@ func (s *Store) addDir(n *namespaceDir) {
 // bind gives a directory to the Disk of its namespace, whose sidecar is checked.
 func (s *Store) bind(n *namespaceDir, d *Disk) {
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	n.disk, n.floor = d, s.o.NamespaceFloor
 	s.budget.setLargest(d.layout.FileBytes)
 	s.changed.Broadcast()
-	s.mu.Unlock()
+	if s.ending { // Close does not wait for what begins now
+		return
+	}
 	s.spawn("disk adoption", func() {
 		// What the scan found before it was known what fits. One page at a time, so
 		// that nobody waits for the lock.

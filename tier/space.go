@@ -21,6 +21,7 @@ type SpaceOptions struct {
 	Layout    *chunk.Layout
 	Pool      *Pool
 	Disk      *Disk // nil: memory only
+	DiskLater bool  // SetDisk may still be called
 
 	// Mu is the leader's one lock. The Space's own goroutines and the callbacks it
 	// gives to the disk tier take it for moments.
@@ -80,6 +81,8 @@ type Space struct {
 
 	mu           sync.Locker // guards all below
 	off          error
+	diskLater    bool                   // the disk is to come
+	removedEarly map[chunk.Key]struct{} // before it has come
 	table        *Table
 	slots        []slot
 	index        arenaIndex
@@ -118,6 +121,7 @@ func NewSpace(o SpaceOptions) (*Space, error) {
 		slotBytes: o.Layout.PaddedBytes,
 		pool:      o.Pool,
 		disk:      o.Disk,
+		diskLater: o.DiskLater,
 		settled:   o.Settled,
 		log:       o.Log,
 		now:       time.Now,
@@ -416,6 +420,8 @@ func (s *Space) Touch(k chunk.Key, ordinal uint32) {
 func (s *Space) Remove(k chunk.Key) {
 	if s.disk != nil {
 		s.disk.Remove(k)
+	} else if s.diskLater {
+		s.removeEarly(k)
 	}
 	i, ok := s.index.find(k)
 	if !ok {

@@ -21,15 +21,15 @@ var diskMutants = []mutant{
 	{
 		name: "re-put counted again",
 		file: "tier/writer.go",
-		old:  "\tcase d.good(e) && (pending == nil || !pending.removed):\n",
-		new:  "\tcase d.good(e) && (pending == nil || !pending.removed):\n\t\ts.budget.add(e.bytes())\n",
+		old:  "\t\ts.count.add(&s.count.present, 1)\n\t\ts.laterLocked(",
+		new:  "\t\ts.count.add(&s.count.present, 1)\n\t\ts.budget.add(e.bytes())\n\t\ts.laterLocked(",
 		pkg:  "tier", run: "^TestDiskPutOfPresentChunkCostsNothing$",
 	},
 	{
 		name: "re-put written again",
 		file: "tier/writer.go",
-		old:  "case d.good(e) && (pending == nil || !pending.removed):",
-		new:  "case d.good(e) && pending != nil && !pending.removed:",
+		old:  "case d.good(e) && pending == nil:",
+		new:  "case d.good(e) && pending == nil && s.closed:",
 		pkg:  "tier", run: "^TestDiskPutOfPresentChunkCostsNothing$",
 	},
 	{
@@ -146,9 +146,9 @@ var diskMutants = []mutant{
 	},
 	{
 		name: "mtime in the future believed",
-		file: "tier/scan.go",
-		old:  "n.index.add(k, min(st.ModifiedNS, now), st.Size, cost)",
-		new:  "n.index.add(k, max(st.ModifiedNS, min(now, 0)), st.Size, cost)",
+		file: "tier/ahead.go",
+		old:  "w.dir.index.restamp(e, s.opened-int64(len(work)-1-i))",
+		new:  "w.dir.index.restamp(e, w.mtime)",
 		pkg:  "tier", run: "^TestDiskRecencyIsInTheMtime$",
 	},
 	{
@@ -185,5 +185,19 @@ var diskMutants = []mutant{
 		old:  "if err == nil && s.o.Durable {",
 		new:  "if err != nil && s.o.Durable {",
 		pkg:  "tier", run: "^TestDiskDurableSyncsBeforeTheName$",
+	},
+	{
+		name: "failed sync of a directory not made up for",
+		file: "tier/writer.go",
+		old:  "if !n.unsynced.Swap(false) {",
+		new:  "if !n.unsynced.Swap(false) || d != nil {",
+		pkg:  "tier", run: "^TestDirectoriesThatWereNotSynced$",
+	},
+	{
+		name: "durable chunk whose name is not safe",
+		file: "tier/writer.go",
+		old:  "\t\t\ts.mu.Unlock()\n\t\t\treturn took, err\n",
+		new:  "\t\t\ts.mu.Unlock()\n\t\t\treturn took, nil\n",
+		pkg:  "tier", run: "^TestNameThatCannotBeSynced$",
 	},
 }
