@@ -40,7 +40,7 @@ class Incarnation:
 
     __slots__ = (
         "lease", "session", "keys", "sent", "asked_at", "touched_at", "hits",
-        "first_resident", "wait_from", "waited", "deadline", "run", "answered_at", "first_at", "counted",
+        "on_disk", "wait_from", "waited", "deadline", "run", "answered_at", "first_at", "counted",
     )  # fmt: skip
 
     def __init__(self, lease: int, session: int, keys: npt.NDArray[np.uint8]) -> None:
@@ -53,7 +53,9 @@ class Incarnation:
         # Asked or renewed; the leader forgets the lease some time after.
         self.touched_at = 0.0
         self.hits: kvtier.Hits | None = None  # the newest reply
-        self.first_resident: int | None = None  # chunks in DRAM before we prefetched
+        # Chunks from..to that the first reply, before we prefetched, had outside of DRAM.
+        # What has come since then was stored, not read.
+        self.on_disk: tuple[int, int] | None = None
         self.wait_from = 0  # replies up to this number are older than the last question
         self.waited = False  # the one short wait was used
         self.deadline: float | None = None  # of the wait that began with the first lookup
@@ -219,6 +221,6 @@ class Leases:
         after = i.hits.answer if i.hits is not None else 0
         hits = self._coordinator.lease_result(i.lease, after, timeout_s)
         if hits is not None:
-            if i.first_resident is None:
-                i.first_resident = hits.resident
+            if i.on_disk is None:
+                i.on_disk = (hits.resident, hits.held)
             i.hits = hits

@@ -31,11 +31,12 @@ LOAD_WAIT_S = 0.003
 class Load:
     """A load from its begin until all ranks have reported."""
 
-    __slots__ = ("op", "first", "blocks", "owner", "failed")
+    __slots__ = ("op", "first", "tokens", "blocks", "owner", "failed")
 
-    def __init__(self, op: int, first: int, blocks: list[int], owner: Tracked) -> None:
+    def __init__(self, op: int, first: int, tokens: int, blocks: list[int], owner: Tracked) -> None:
         self.op = op
         self.first = first  # token
+        self.tokens = tokens
         self.blocks = blocks
         self.owner = owner
         self.failed = False
@@ -91,21 +92,15 @@ class Loading:
         wanted = list(ids[first // span : (first + n) // span])
         j0, j1 = first // chunk, -(-(first + n) // chunk)
         plan = LoadPlan(op, 0, t.request.request_id, first, n, wanted or list(ids), [], j1 - j0)
-        t.load = self._loads[op] = Load(op, first, plan.blocks, t)
+        t.load = self._loads[op] = Load(op, first, n, plan.blocks, t)
         # From here on the ranks will report, also if the rest fails.
         self._planned.append(plan)
         self._stats.add("loads")
-        self._stats.add("load_tokens", n)
-        self._diagnosis.hit()
         i, t.incarnation = t.incarnation, None
         if i is None or not i.sent or i.session != session or not ids:
             self._stats.add("loads_unbegun")
             return
         t.sources = self._split(i, first, n)
-        for source, tokens in t.sources.items():
-            tier = _TIERS[source]
-            self._stats.add(f"tier_tokens/{tier}", tokens)
-            self._stats.add(f"tier_bytes/{tier}", tokens * self._slot_bytes // chunk)
         begun = coordinator.load_begin(op, i.lease, j0, i.keys[j0:j1], LOAD_WAIT_S)
         if begun is None or begun[0] != i.session:
             coordinator.cancel(op, True)
@@ -114,12 +109,17 @@ class Loading:
             return
         plan.session = begun[0]
         plan.verdicts = first_window(begun[1])
+        self._stats.add("load_tokens", n)
+        for source, tokens in t.sources.items():
+            tier = _TIERS[source]
+            self._stats.add(f"tier_tokens/{tier}", tokens)
+            self._stats.add(f"tier_bytes/{tier}", tokens * self._slot_bytes // chunk)
 
     def _split(self, i: Incarnation, first: int, n: int) -> dict[CacheHitSource, int]:
         """Tokens by tier. What a prefetch of ours brought to DRAM came from disk."""
-        in_dram = (i.first_resident or 0) * self._chunk
-        host = max(0, min(first + n, in_dram) - first)
-        split = {CacheHitSource.HOST: host, CacheHitSource.DISK: n - host}
+        a, b = i.on_disk or (0, 0)
+        disk = max(0, min(first + n, b * self._chunk) - max(first, a * self._chunk))
+        split = {CacheHitSource.HOST: n - disk, CacheHitSource.DISK: disk}
         return {source: k for source, k in split.items() if k}
 
     def take_planned(self) -> list[LoadPlan]:
@@ -161,9 +161,12 @@ class Loading:
                 load.failed = True
                 load.owner.limit = min(load.owner.limit, load.first // (self._chunk or 1))
             self._loads.pop(load.op, None)
-            if load.failed and coordinator is not None:
-                # A rank that could not begin it tells the leader nothing. All have
-                # reported, so nobody has this operation any more.
+            if not load.failed:
+                self._stats.add("loaded_tokens", load.tokens)
+                self._diagnosis.hit()
+            elif coordinator is not None:
+                # A rank without a handle, or without a leader then, tells it nothing. All
+                # have reported, so nobody has this operation any more.
                 coordinator.cancel(load.op, True)
 
     def leftovers(self) -> dict[str, int]:

@@ -5,7 +5,17 @@ import json
 import pickle
 
 import pytest
-from situations import DOC, document, step_until_computing, step_until_loading, until, wait_for_load, warm
+from situations import (
+    DOC,
+    attempts,
+    document,
+    held,
+    step_until_computing,
+    step_until_loading,
+    until,
+    wait_for_load,
+    warm,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -95,6 +105,26 @@ def test_hit_sources(make, tmp_path):
     again.run()
 
 
+def test_what_was_stored_while_a_request_waited_does_not_come_from_disk(make, tmp_path):
+    e = make(
+        extra={"disk_path": str(tmp_path / "d"), "disk_gib": 0.01, "free_floor_gib": 0, "dirty_gib": 0.01},
+        recognisable=True,
+        sequences=1,
+    )
+    warm(e, document(7, 600))  # there are slots
+    first, q = e.add(DOC), e.add(DOC + [5])  # who asks at its arrival, and finds nothing
+    until(e, lambda: first.request.is_finished())
+    for _ in attempts():
+        if held(e, DOC) == 9:
+            break
+    assert e.scheduler.reset_prefix_cache()
+    step = step_until_loading(e, q)
+    assert e.connector.get_external_cache_hit_sources(q.request, 576) == {CacheHitSource.HOST: 576}
+    e.update(step[0], e.execute(*step))
+    e.run()
+    assert e.counts["tier_tokens/dram"] == 576 and not e.counts["tier_tokens/disk"]
+
+
 def test_metadata_is_small_and_plain(make):
     e = make()
     warm(e)
@@ -152,6 +182,8 @@ def test_begin_without_an_answer_still_travels(make, monkeypatch):
     e.run()
     assert (e.counts["loads_unbegun"], e.counts["loads_failed"]) == (1, 1)
     assert len(q.request.output_token_ids) == 4
+    for name in ("load_tokens", "loaded_tokens", "tier_tokens/dram", "tier_bytes/dram"):
+        assert not e.counts[name], name
 
 
 def test_load_whose_blocks_are_not_known_fails_as_a_whole(make):
