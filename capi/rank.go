@@ -162,9 +162,11 @@ func go_kvt_load(h C.kvt_rank, p unsafe.Pointer, e *C.shim_error) (rc C.int32_t)
 	op := (*C.kvt_load_op)(p)
 	first, tokens := uint64(op.first_token), uint64(op.tokens)
 	if first > math.MaxUint32 || tokens > math.MaxUint32 {
+		r.EndLoad(uint64(op.session), uint64(op.op))
 		return fail(e, fmt.Errorf("%w: tokens beyond 2^32", kvtier.ErrArgument))
 	}
 	if want := r.chunks(first, tokens); uint64(op.nchunks) != want {
+		r.EndLoad(uint64(op.session), uint64(op.op))
 		return fail(e, fmt.Errorf("%w: nchunks is %d, the range touches %d chunks", kvtier.ErrArgument, op.nchunks, want))
 	}
 	host := unsafe.Slice(op.verdicts, int(op.nverdicts))
@@ -182,6 +184,17 @@ func go_kvt_load(h C.kvt_rank, p unsafe.Pointer, e *C.shim_error) (rc C.int32_t)
 		Blocks:     unsafe.Slice((*uint32)(unsafe.Pointer(op.blocks)), int(op.nblocks)),
 		Verdicts:   verdicts,
 	}))
+}
+
+// go_kvt_end_load is for a load whose arguments the shim has refused: its error stands.
+//
+//export go_kvt_end_load
+func go_kvt_end_load(h C.kvt_rank, session, op C.uint64_t) {
+	var rc C.int32_t
+	defer guard(&rc, nil)
+	if r, err := object[*rank](uint64(h)); err == nil {
+		r.EndLoad(uint64(session), uint64(op))
+	}
 }
 
 // setCode writes a code of the ABI, which has the numbers of the wire.

@@ -212,15 +212,26 @@ int32_t kvt_store(kvt_rank rank, const kvt_store_op *op)
     return go_kvt_store(rank, (void *)op, shim_message());
 }
 
+/* What can be told of a load's arguments without its rank. */
+static int32_t check_load(const kvt_load_op *op)
+{
+    SHIM_REQUIRE(op->blocks != NULL || op->nblocks == 0, "blocks is NULL");
+    SHIM_REQUIRE(op->verdicts != NULL || op->nverdicts == 0, "verdicts is NULL");
+    SHIM_REQUIRE(op->nverdicts <= op->nchunks, "more verdicts than chunks");
+    SHIM_REQUIRE(op->nblocks <= SHIM_MAX_COUNT && op->nchunks <= SHIM_MAX_COUNT, "too many blocks or chunks");
+    return KVT_OK;
+}
+
 int32_t kvt_load(kvt_rank rank, const kvt_load_op *op)
 {
     SHIM_ENTER();
     SHIM_CHECK(shim_struct_in(op, sizeof *op, "kvt_load_op"));
     SHIM_REQUIRE(op->op != 0, "op is 0");
-    SHIM_REQUIRE(op->blocks != NULL || op->nblocks == 0, "blocks is NULL");
-    SHIM_REQUIRE(op->verdicts != NULL || op->nverdicts == 0, "verdicts is NULL");
-    SHIM_REQUIRE(op->nverdicts <= op->nchunks, "more verdicts than chunks");
-    SHIM_REQUIRE(op->nblocks <= SHIM_MAX_COUNT && op->nchunks <= SHIM_MAX_COUNT, "too many blocks or chunks");
+    int32_t rc = check_load(op);
+    if (rc != KVT_OK) {
+        go_kvt_end_load(rank, op->session, op->op);
+        return rc;
+    }
     return go_kvt_load(rank, (void *)op, shim_message());
 }
 

@@ -282,7 +282,10 @@ KVT_API int32_t kvt_store_begin(kvt_coord coord, kvt_store_begin_req *reqs, size
 KVT_API int32_t kvt_load_begin(kvt_coord coord, uint64_t op, uint64_t lease, uint32_t first_ordinal,
                                const kvt_key *keys, size_t n, int64_t timeout_ms, kvt_verdict *verdicts, uint64_t *session);
 
-#define KVT_CANCEL_UNSENT 1u    /* no rank has seen this op */
+/* Ends an operation. With KVT_CANCEL_UNSENT no rank has seen it or will: all it holds
+ * is free at once. Without, ranks may have it, and each still answers by its kvt_store
+ * or kvt_load; only what nobody has decided yet fails. */
+#define KVT_CANCEL_UNSENT 1u
 KVT_API int32_t kvt_cancel(kvt_coord coord, uint64_t op, uint32_t flags);
 
 /* New weights in a running engine: gives a random epoch for KVT_EXTRA_EPOCH of all
@@ -376,7 +379,10 @@ typedef struct kvt_load_op {
 
 /* Starts a load. After KVT_OK exactly one KVT_EVENT_LOAD follows for it in kvt_poll,
  * when this rank's own copy has stopped, also on failure and on another session.
- * After an error (KVT_E_ARG, KVT_E_BUSY, KVT_E_CLOSED) none does. */
+ * After an error (KVT_E_ARG, KVT_E_BUSY, KVT_E_CLOSED) none does, and the leader has
+ * been told that this rank ends op: nothing stays pinned for it, the other ranks'
+ * loads fail where they still wait, and trying again takes a new op. Count such a
+ * load as failed. (Not told: a struct that cannot be read, op 0, a wrong handle.) */
 KVT_API int32_t kvt_load(kvt_rank rank, const kvt_load_op *op);
 /* Asks a running load to stop early; its event still comes. */
 KVT_API int32_t kvt_load_cancel(kvt_rank rank, uint64_t op);

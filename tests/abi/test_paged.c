@@ -157,6 +157,67 @@ static void failed_loads(kvt_cache cache, kvt_rank rank, uint64_t session)
     CHECK(n == 0);
 }
 
+/* A number of the leader's, which stands once in the statistics of one group. */
+static int group_number(kvt_cache cache, const char *name)
+{
+    static char text[1 << 16];
+    char key[64];
+    size_t n;
+    const char *at;
+    OK(kvt_stats(cache, text, sizeof text, &n));
+    CHECK((size_t)snprintf(key, sizeof key, "\"%s\":", name) < sizeof key);
+    at = strstr(text, "\"groups\":[{");
+    CHECK(at != NULL);
+    at = strstr(at, key);
+    CHECK(at != NULL);
+    return atoi(at + strlen(key));
+}
+
+/* A load that began at the leader and that kvt_load does not take: nothing is left of
+ * it, without a cancel. */
+static void refused_loads(kvt_cache cache, kvt_coord coord, kvt_rank rank)
+{
+    for (int wrong = 0; wrong < 7; wrong++) {
+        kvt_verdict verdicts[CHUNKS];
+        uint64_t op = 250000 + (uint64_t)wrong, session;
+        kvt_load_op l;
+        kvt_event e;
+        size_t n;
+
+        lease_all(coord, op, keys, CHUNKS);
+        OK(kvt_load_begin(coord, op, op, 0, keys, CHUNKS, 5000, verdicts, &session));
+        CHECK(verdicts[0].code == KVT_READY);
+        CHECK(group_number(cache, "loads_running") == 1 && group_number(cache, "slots_charged") > 0);
+        KVT_INIT(l);
+        l.op = op;
+        l.session = session;
+        l.nchunks = CHUNKS;
+        l.tokens = TOKENS;
+        l.blocks = loaded_at;
+        l.nblocks = BLOCKS;
+        l.verdicts = verdicts;
+        l.nverdicts = CHUNKS;
+        switch (wrong) {
+        case 0: l.blocks = NULL; break;
+        case 1: l.verdicts = NULL; break;
+        case 2: l.nverdicts = CHUNKS + 1; break;
+        case 3: l.nblocks = (size_t)1 << 30; break;
+        case 4: l.nblocks--; break;
+        case 5: l.nchunks++; break;
+        case 6: l.first_token = UINT64_C(1) << 40; break;
+        }
+        CHECK_RC(kvt_load(rank, &l), KVT_E_ARG);
+        for (int tries = 0; group_number(cache, "loads_running") > 0; tries++) {
+            struct timespec pause = {0, 5000000};
+            CHECK(tries < 2000);
+            nanosleep(&pause, NULL);
+        }
+        CHECK(group_number(cache, "slots_charged") == 0);
+        OK(kvt_poll(cache, &e, 1, &n));
+        CHECK(n == 0);
+    }
+}
+
 static void check_accepted(const kvt_accepted *a)
 {
     CHECK(a->struct_size == sizeof *a);
@@ -200,6 +261,7 @@ static void run(int again)
     load(cache, coord, rank, 100001, 37, TOKENS - 11); /* clipped inside chunks and blocks */
     load(cache, coord, rank, 100002, 2 * C + 3, 2 * C + 5);
     failed_loads(cache, rank, session);
+    refused_loads(cache, coord, rank);
 
     OK(kvt_renew(coord, (uint64_t[]){100000, 100001, 12345}, 3));
     OK(kvt_release(coord, 777));
