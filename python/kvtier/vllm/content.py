@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: How long a caller waits for all that it asks for at once.
 WAIT_S = 0.001
+#: A file system that has not answered for so long is not waited for.
+STUCK_S = 1.0
 #: Identifiers of media whose content is remembered: far more than an encoder cache or
 #: the engine's prefix cache hold at a time.
 REMEMBERED = 1 << 16
@@ -44,33 +46,42 @@ class NotYet(NotIdentified):
     """What a request brings is still being read. Ask again soon."""
 
 
+class _Look:
+    """At the files of one adapter: what they were when they were last looked at."""
+
+    def __init__(self) -> None:
+        self.began = -1.0  # of the last one that ended; -1: none has
+        self.running = 0.0  # when the present one began; 0: none
+        self.signature: tuple | str = ""  # str: why not
+
+
 class LoRADigests:
     """SHA-256 over the content of adapters.
 
-    Files are read once per (path, mtime, size), by a thread of their own: an
-    adapter may be a gigabyte and the caller is the scheduler's loop. Until the
-    digest is there, requests of that adapter are not cached.
+    Their files are looked at anew for every request, because the engine reads an
+    adapter again when it had to put it aside, and read once per (path, mtime, size).
+    Until the digest is there, requests of that adapter are not cached.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._looks: dict[str, _Look] = {}  # by path as in the request
+        self._since: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
         self._digests: dict[tuple, bytes | str | None] = {}  # None: being read; str: why not
         self._loaded: dict[tuple[int, str], bytes] = {}
 
-    def get(self, lora: LoRARequest) -> bytes:
-        """Returns the digest, or raises NotIdentified. Never reads content."""
-        path = Path(os.path.expanduser(lora.lora_path))
-        files = self._files(path)
-        signature = (str(path), *((name, st.st_mtime_ns, st.st_size) for name, st in files))
-        with self._lock:
+    def get(self, lora: LoRARequest, asker: Any = None) -> bytes:
+        """Returns the digest, or raises NotIdentified. Touches no file.
+
+        ``asker``: who asks, the same object when it asks again after NotYet. It gets
+        what the files were at some time after it asked first."""
+        with self._changed:
+            signature = self._signature(lora.lora_path, asker)
+            if isinstance(signature, str):
+                raise NotIdentified(signature)
             if signature not in self._digests:
                 self._digests[signature] = None
-                threading.Thread(
-                    target=self._read,
-                    args=(signature, path, [name for name, _ in files]),
-                    name="kvtier-lora-digest",
-                    daemon=True,
-                ).start()
+                _start("kvtier-lora-digest", self._read, signature)
             digest = self._digests[signature]
             if digest is None:
                 raise NotIdentified("the LoRA adapter is still being read")
@@ -79,7 +90,7 @@ class LoRADigests:
             # The engine reads an adapter when it is first used and may not read
             # it again when the files change; which weights are in use is then
             # not known, unless the request itself says that they are reloaded.
-            slot = (lora.lora_int_id, str(path))
+            slot = (lora.lora_int_id, signature[0])
             if lora.load_inplace:
                 self._loaded[slot] = digest
             if self._loaded.setdefault(slot, digest) != digest:
@@ -88,44 +99,81 @@ class LoRADigests:
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until nothing is being read; for tests and warm-up."""
-        end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
-            with self._lock:
-                if None not in self._digests.values():
-                    return True
-            time.sleep(0.005)
-        return False
 
-    @staticmethod
-    def _files(path: Path) -> list[tuple[str, os.stat_result]]:
+        def idle() -> bool:
+            looking = any(look.running for look in self._looks.values())
+            return not looking and None not in self._digests.values()
+
+        with self._changed:
+            return self._changed.wait_for(idle, timeout_s)
+
+    def _signature(self, path: str, asker: Any) -> tuple | str:
+        now = time.monotonic()
+        since = now if asker is None else self._since.setdefault(asker, now)
+        look = self._looks.setdefault(path, _Look())
+        if look.began < since and not look.running:
+            look.running = now
+            _start("kvtier-lora-look", self._look, path, look)
+            self._changed.wait_for(lambda: look.began >= since, WAIT_S)
+        if look.began < since:
+            if look.running and now - look.running > STUCK_S:
+                return f"the file system of the LoRA adapter {path} does not answer"
+            raise NotYet("the files of the LoRA adapter are being looked at")
+        if asker is not None:
+            del self._since[asker]
+        return look.signature
+
+    def _look(self, path: str, look: _Look) -> None:
+        began = time.monotonic()
+        signature: tuple | str
         try:
-            if not path.is_dir():
-                raise NotIdentified(f"the LoRA adapter {path} is not a local directory")
-            names = sorted(p.name for p in path.iterdir() if _ADAPTER_FILES.fullmatch(p.name))
-            files = [(name, (path / name).stat()) for name in names]
-        except OSError as e:
-            raise NotIdentified(f"the LoRA adapter cannot be read ({e})") from e
-        if not any(name != "adapter_config.json" for name, _ in files):
-            raise NotIdentified(f"the LoRA adapter {path} has no weight files")
-        return files
+            signature = _adapter(path)
+        except NotIdentified as e:
+            signature = str(e)
+        except Exception as e:
+            signature = f"the LoRA adapter cannot be read ({type(e).__name__}: {e})"
+        with self._changed:
+            look.began, look.running, look.signature = began, 0.0, signature
+            self._changed.notify_all()
 
-    def _read(self, signature: tuple, path: Path, names: list[str]) -> None:
+    def _read(self, signature: tuple) -> None:
         result: bytes | str
+        path, *files = signature
         try:
             h = hashlib.sha256()
-            for name in names:
-                with open(path / name, "rb") as f:
+            for name, _, _ in files:
+                with open(Path(path) / name, "rb") as f:
                     content = hashlib.file_digest(f, "sha256")
                     h.update(struct.pack("<IQ", len(name.encode()), f.tell()))
                 h.update(name.encode() + content.digest())
             # What changed while it was read is some mixture of two adapters.
-            after = self._files(path)
-            now = (str(path), *((name, st.st_mtime_ns, st.st_size) for name, st in after))
-            result = h.digest() if now == signature else "the files of the LoRA adapter are changing"
+            same = _adapter(path) == signature
+            result = h.digest() if same else "the files of the LoRA adapter are changing"
         except (OSError, NotIdentified) as e:
             result = f"the LoRA adapter cannot be read ({e})"
-        with self._lock:
+        with self._changed:
             self._digests[signature] = result
+            self._changed.notify_all()
+
+
+def _adapter(path: str) -> tuple:
+    """Path and (name, mtime in ns, bytes) of each file of an adapter. Raises
+    NotIdentified."""
+    directory = Path(os.path.expanduser(path))
+    try:
+        if not directory.is_dir():
+            raise NotIdentified(f"the LoRA adapter {path} is not a local directory")
+        names = sorted(p.name for p in directory.iterdir() if _ADAPTER_FILES.fullmatch(p.name))
+        stats = [(directory / name).stat() for name in names]
+    except OSError as e:
+        raise NotIdentified(f"the LoRA adapter cannot be read ({e})") from e
+    if not any(name != "adapter_config.json" for name in names):
+        raise NotIdentified(f"the LoRA adapter {path} has no weight files")
+    return (str(directory), *((n, st.st_mtime_ns, st.st_size) for n, st in zip(names, stats, strict=True)))
+
+
+def _start(name: str, target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, name=name, daemon=True).start()
 
 
 class MediaDigests:
@@ -146,7 +194,7 @@ class MediaDigests:
         self._items: dict[int, tuple[weakref.ref, bytes | str | None]] = {}  # str: why not
         self._contents: OrderedDict[str, bytes] = OrderedDict()  # b"": more than one
         self._jobs: queue.SimpleQueue[tuple[MultiModalFeatureSpec, Any]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._started = False
 
     def see(self, features: Sequence[MultiModalFeatureSpec]) -> bool:
         """Begins to read what has not been read yet, and returns whether there was
@@ -185,9 +233,9 @@ class MediaDigests:
         if known is not None and known[0]() is item:
             return False
         self._items[at] = (weakref.ref(item, lambda _: self._forget(at)), None)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvtier-media-digest", daemon=True)
-            self._thread.start()
+        if not self._started:
+            self._started = True
+            _start("kvtier-media-digest", self._run)
         self._jobs.put((feature, item))
         return True
 

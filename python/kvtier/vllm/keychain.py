@@ -53,7 +53,7 @@ class Roots:
             return root
         extras = self._common(epoch)
         if request.lora_request is not None:
-            extras.append(keys.Extra(keys.LORA, self._loras.get(request.lora_request)))
+            extras.append(keys.Extra(keys.LORA, self._loras.get(request.lora_request, request)))
         if request.cache_salt:
             extras.append(keys.Extra(keys.SALT, keys.digest(request.cache_salt)))
         return keys.root(self.fingerprint, extras)

@@ -2,8 +2,9 @@
 
 Runs in vLLM's scheduler process, as a member that never leads, on the
 scheduler's thread alone. It holds no pages and copies nothing. Every call is
-O(changes) and every wait is bounded: 1 ms for the first answer of a lookup,
-2 ms for all offers of a step, 3 ms for the begin of a load.
+O(changes) and every wait is bounded: 1 ms for what a request brings besides tokens,
+1 ms for the first answer of a lookup, 2 ms for all offers of a step, 3 ms for the begin
+of a load.
 """
 
 from __future__ import annotations

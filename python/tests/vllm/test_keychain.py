@@ -5,6 +5,7 @@ import hashlib
 import struct
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvtier.vllm import keychain
+from kvtier.vllm import content, keychain
 from kvtier.vllm.content import LoRADigests, MediaDigests, NotIdentified, NotYet, item_digest
 from kvtier.vllm.keychain import KeyChain, Roots
 
@@ -58,16 +59,57 @@ def image(offset, length, content="a", modality="image", identifier=None, data=.
     )
 
 
+def patiently(ask, *args):
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            return ask(*args)
+        except NotYet:
+            time.sleep(0.01)
+    raise AssertionError("never read")
+
+
 class Media(MediaDigests):
     """Digests that a test waits for."""
 
     def get(self, features):
-        for _ in range(6000):
-            try:
-                return MediaDigests.get(self, features)
-            except NotYet:
-                time.sleep(0.01)
-        raise AssertionError("never read")
+        return patiently(MediaDigests.get, self, features)
+
+
+class Loras(LoRADigests):
+    """Digests that a test waits for until the files are looked at, not until they are
+    read."""
+
+    def get(self, lora, asker=None):
+        return patiently(super().get, lora, asker or Asker())
+
+
+class Asker:
+    """Stands for a request."""
+
+
+class Gate:
+    """Files below a directory do not answer while the gate is shut, nor does anybody
+    but the threads of the digests ask for them."""
+
+    def __init__(self, monkeypatch, directory):
+        self.open = threading.Event()
+        self.open.set()
+        self._directory, self._caller = str(directory), threading.current_thread()
+        self.touched = False
+        for name in ("stat", "iterdir"):
+            monkeypatch.setattr(Path, name, self._behind(getattr(Path, name)))
+
+    def _behind(self, real):
+        def call(path, *args, **kw):
+            if str(path).startswith(self._directory):
+                if threading.current_thread() is self._caller:
+                    self.touched = True
+                    raise OSError("asked where nobody may wait")
+                assert self.open.wait(120)
+            return real(path, *args, **kw)
+
+        return call
 
 
 # ---- the encoding, once more
@@ -268,8 +310,6 @@ def test_an_identifier_of_two_contents_stands_for_none():
 
 
 def test_media_are_read_once_elsewhere_and_not_kept(monkeypatch):
-    from kvtier.vllm import content
-
     readers, gate = [], threading.Event()
 
     def slow(modality, data):
@@ -327,7 +367,7 @@ def digest(d, request):
 
 
 def test_lora_is_identified_by_content(tmp_path):
-    d = LoRADigests()
+    d = Loras()
     a, b = adapter(tmp_path / "a"), adapter(tmp_path / "b")
     with pytest.raises(NotIdentified, match="still being read"):
         d.get(lora(a))
@@ -345,7 +385,7 @@ def test_lora_is_identified_by_content(tmp_path):
 def test_lora_replaced_under_the_same_path(tmp_path):
     import os
 
-    d = LoRADigests()
+    d = Loras()
     a = adapter(tmp_path / "a")
     one = digest(d, lora(a))
     adapter(a, b"weightz")
@@ -358,12 +398,68 @@ def test_lora_replaced_under_the_same_path(tmp_path):
 
 
 def test_lora_that_is_not_there(tmp_path):
-    d = LoRADigests()
+    d = Loras()
     with pytest.raises(NotIdentified, match="not a local directory"):
         d.get(lora("some-org/adapter"))
     (tmp_path / "e").mkdir()
     with pytest.raises(NotIdentified, match="no weight files"):
         d.get(lora(tmp_path / "e"))
+
+
+def test_adapters_are_looked_at_elsewhere(tmp_path, monkeypatch):
+    """An adapter on a file system that hangs stops nobody, and no other adapter."""
+    d = LoRADigests()
+    a, b = adapter(tmp_path / "a"), adapter(tmp_path / "b")
+    gate = Gate(monkeypatch, a)
+    gate.open.clear()
+    asker, other = Asker(), Asker()
+    for _ in range(3):
+        with pytest.raises(NotYet):
+            d.get(lora(a), asker)
+    other_digest = patiently(digest_of, d, lora(b, 2), other)
+    with monkeypatch.context() as m:
+        m.setattr(content, "STUCK_S", 0.0)
+        with pytest.raises(NotIdentified, match=f"{a} does not answer"):
+            d.get(lora(a), asker)
+    gate.open.set()
+    assert patiently(digest_of, d, lora(a), asker) == other_digest
+    assert not gate.touched
+
+
+def digest_of(d, lora, asker):
+    """Also reads the adapter."""
+    try:
+        return d.get(lora, asker)
+    except NotIdentified as e:
+        if "still being read" in str(e):
+            raise NotYet from e
+        raise
+
+
+def test_a_look_before_the_question_is_no_answer(tmp_path, monkeypatch):
+    d = LoRADigests()
+    a = adapter(tmp_path / "a")
+    one = patiently(digest_of, d, lora(a), Asker())
+    gate = Gate(monkeypatch, a)
+    gate.open.clear()
+    first, second = Asker(), Asker()
+    with pytest.raises(NotYet):
+        d.get(lora(a), first)
+    # The look for the first one is under way; what it finds is too old for the second.
+    real, looks = content._adapter, []
+
+    def look(path):
+        looks.append(path)
+        return real(path)
+
+    monkeypatch.setattr(content, "_adapter", look)
+    with pytest.raises(NotYet):
+        d.get(lora(a), second)
+    gate.open.set()
+    assert d.wait(60)
+    assert not looks and d.get(lora(a), first) == one
+    assert patiently(d.get, lora(a), second) == one
+    assert looks
 
 
 def test_kept_keys_are_a_copy(roots):
