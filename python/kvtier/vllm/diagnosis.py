@@ -96,9 +96,14 @@ class Diagnosis:
         if shares is not None:
             self._classes[verdict if shares == "key" else shares] += 1
 
-    def hit(self) -> None:
+    def loaded(self) -> None:
+        """A load came back whole."""
         self._stored, self._warn_at = 0, self._much
         self._classes.clear()
+
+    def failed(self) -> None:
+        """A load did not."""
+        self._classes["failed"] += 1
 
     def stored(self, chunks: int, chunk: int, capacity: int) -> str | None:
         """``chunks`` more got a slot. Returns a warning when it is time for one.
@@ -117,7 +122,7 @@ class Diagnosis:
     def _cause(self, chunk: int, capacity: int) -> str | None:
         """None: there is nothing to warn of."""
         c = self._classes
-        total = sum(c.values())
+        total = sum(c.values()) - c["failed"]  # requests
         found = {k: n for k, n in c.items() if k not in ("nothing", "hit")}
         if not found:
             least = min(chunk, LEAST_SHARED)
@@ -136,6 +141,8 @@ class Diagnosis:
             "lower min_load_tokens",
             "gone": f"{of} came back for a prefix that was not held any more; {capacity} tokens fit in DRAM and "
             f"disk and {self._stored * chunk} were stored: raise dram_gib or disk_gib",
+            "failed": f"{n} loads were begun and all of them failed: the failures in vLLM's log line, or the metric "
+            "kvtier_load_failures_total, say why",
             "unanswered": f"{of} got no answer from the leader in time: see its log, or raise lookup_wait_s",
             "refuses": f"{of} came back for a prefix but asked not to load it (kv_transfer_params, "
             "prompt_logprobs or skip_reading_prefix_cache)",

@@ -163,8 +163,10 @@ class Loading:
             self._loads.pop(load.op, None)
             if not load.failed:
                 self._stats.add("loaded_tokens", load.tokens)
-                self._diagnosis.hit()
-            elif coordinator is not None:
+                self._diagnosis.loaded()
+                continue
+            self._diagnosis.failed()
+            if coordinator is not None:
                 # A rank without a handle, or without a leader then, tells it nothing. All
                 # have reported, so nobody has this operation any more.
                 coordinator.cancel(load.op, True)

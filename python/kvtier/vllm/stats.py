@@ -37,6 +37,7 @@ COUNTERS: dict[str, str] = {
     "loads_unbegun": "loads that the leader did not answer in time",
     "loads_done": "loads reported by ranks",
     "loads_failed": "loads that ended without all chunks",
+    "loaded_tokens": "tokens of loads that all ranks have copied whole",
     "loaded_bytes": "bytes copied into pages",
     "chunks_offered": "chunks offered for storing",
     "chunks_granted": "chunks that got a slot",
@@ -154,7 +155,7 @@ class KVTierStats(KVConnectorStats):
         d = self.data
         out: dict[str, int | float | str] = {}
         if asked := d.get("lookup_tokens"):
-            out["kvtier hit rate"] = f"{100 * d.get('hit_tokens', 0) / asked:.1f}% of {asked} tokens"
+            out["kvtier hit rate"] = f"{100 * d.get('loaded_tokens', 0) / asked:.1f}% of {asked} tokens"
         for tier, name in (("dram", "DRAM"), ("disk", "disk")):
             if n := d.get(f"tier_tokens/{tier}"):
                 out[f"kvtier tokens from {name}"] = n

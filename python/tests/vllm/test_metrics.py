@@ -178,7 +178,7 @@ def test_vllms_own_loggers(make, multi, caplog):
 def test_log_line_is_readable(make):
     e = make()
     log = KVConnectorLogging(e.config.kv_transfer_config)
-    log.observe({"lookups": 4, "lookup_tokens": 4000, "hit_tokens": 1000, "tier_tokens/dram": 768, "loads": 2})
+    log.observe({"lookups": 4, "lookup_tokens": 4000, "hit_tokens": 4000, "loaded_tokens": 1000, "tier_tokens/dram": 768, "loads": 2})
     log.observe({"tier_tokens/disk": 232, "chunks_granted": 12, "load_failures/late": 1, "loads_failed": 1})
     log.observe({"disk_corrupt/payload": 2, "now/disk_state": 2, "now/disk_used_bytes": 3 << 29})
     log.observe({"now/disk_state": 4, "now/disk_cap_bytes": 2 << 30, "lookup_wait/0.01": 3})

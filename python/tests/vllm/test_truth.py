@@ -106,6 +106,13 @@ def test_a_hit_ends_it(make, caplog):
     assert verdict(make, caplog, requests, 40) == []
 
 
+def test_loads_that_fail_are_no_hits(make, caplog, monkeypatch):
+    """The lookups promise, but nothing ever comes back."""
+    monkeypatch.setattr(kvtier.Coordinator, "load_begin", lambda *a: None)
+    lines = verdict(make, caplog, lambda e, n: ask(e, DOC[:128] + document(n, 200)), 40)
+    assert lines and "loads were begun and all of them failed" in lines[-1]
+
+
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(diagnosis, "MEMORY", 3)
     r = diagnosis.Recent()
