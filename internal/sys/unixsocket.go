@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"runtime"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -41,13 +42,15 @@ type UnixListener struct {
 
 // ListenUnix listens on a socket called name in dir, mode 0600. A socket of that
 // name is replaced, in one step and only when the new one accepts connections:
-// the caller holds the lock that says nobody else listens there. dir stays the
-// caller's and must remain open until Close.
+// the caller holds the lock that says nobody else listens there. What a process left
+// that was killed between the making of its socket and the naming is removed. dir
+// stays the caller's and must remain open until Close.
 func ListenUnix(dir *os.File, name string) (*UnixListener, error) {
 	var random [6]byte
 	if _, err := rand.Read(random[:]); err != nil {
 		return nil, fmt.Errorf("naming a socket: %w", err)
 	}
+	removeUnnamed(dir, name)
 	temp := name + "." + hex.EncodeToString(random[:])
 	config := net.ListenConfig{Control: func(_, _ string, raw syscall.RawConn) error {
 		// The mode of the unbound socket becomes the mode of its name, so there is
@@ -74,6 +77,21 @@ func ListenUnix(dir *os.File, name string) (*UnixListener, error) {
 		return nil, fmt.Errorf("publishing socket %s: %w", name, err)
 	}
 	return u, nil
+}
+
+// removeUnnamed removes sockets under the temporary names of name. One that cannot be
+// removed is in nobody's way.
+func removeUnnamed(dir *os.File, name string) {
+	entries, err := os.ReadDir(throughDir(dir, ""))
+	if err != nil {
+		return
+	}
+	for _, e := range entries {
+		tail, ok := strings.CutPrefix(e.Name(), name+".")
+		if _, err := hex.DecodeString(tail); ok && err == nil && e.Type() == os.ModeSocket {
+			_ = unix.Unlinkat(int(dir.Fd()), e.Name(), 0)
+		}
+	}
 }
 
 // Close stops listening and removes the name, unless another socket has taken it.

@@ -82,6 +82,29 @@ func TestStaleSocketIsReplaced(t *testing.T) {
 	require.NoError(t, l.Close())
 }
 
+func TestSocketsOfTheKilledAreRemoved(t *testing.T) {
+	path := t.TempDir()
+	dir := openDir(t, path)
+	// As left by a kill before the name was there, and what is none of ours.
+	for _, name := range []string{"sock.0123456789ab", "sock.other", "sack.0123456789ab"} {
+		l, err := net.ListenUnix("unix", &net.UnixAddr{Name: throughDir(dir, name)})
+		require.NoError(t, err)
+		l.SetUnlinkOnClose(false)
+		require.NoError(t, l.Close())
+	}
+	require.NoError(t, os.WriteFile(filepath.Join(path, "sock.abcdef"), nil, 0o600))
+	l, err := ListenUnix(dir, "sock")
+	require.NoError(t, err)
+	defer l.Close()
+	entries, err := os.ReadDir(path)
+	require.NoError(t, err)
+	var names []string
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	require.Equal(t, []string{"sack.0123456789ab", "sock", "sock.abcdef", "sock.other"}, names)
+}
+
 func TestListenFails(t *testing.T) {
 	path := t.TempDir()
 	dir := openDir(t, path)
