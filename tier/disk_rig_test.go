@@ -271,6 +271,13 @@ func (f *faultFile) Sync() error {
 	return f.OpenFile.Sync()
 }
 
+func (f *faultFile) SyncAll() error {
+	if err := f.fs.check("fsync", f.path); err != nil {
+		return err
+	}
+	return f.OpenFile.SyncAll()
+}
+
 // failing is a fault for one kind of call on chunk files.
 func failing(call string, errno syscall.Errno) func(string, string) error {
 	return func(c, path string) error {

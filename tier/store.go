@@ -125,7 +125,9 @@ type namespaceDir struct {
 	name, path string
 	prefix     string // of the fingerprint, from the name
 	stripes    [256]sync.Mutex
-	counting   sync.Mutex // over what looks at a directory and accounts it; after a stripe, before Store.mu
+	syncing    sync.Mutex  // over syncWay; after a stripe
+	unsynced   atomic.Bool // a directory in it, or its own name, may be lost by a power cut
+	counting   sync.Mutex  // over what looks at a directory and accounts it; after a stripe, before Store.mu
 
 	// Guarded by Store.mu.
 	index    diskIndex
@@ -398,8 +400,9 @@ func (s *Store) Namespace(ns *chunk.Namespace) (*Disk, error) {
 	}
 	rebuilt, err := checkSidecar(s.fs, n.path, canonical)
 	if err == nil && s.o.Durable {
-		// Subdirectories of a run that was not durable: later chunks there have to be.
-		err = syncDir(s.fs, n.path)
+		// What was made by a run that was not durable, or in which a sync failed: later
+		// chunks there have to be.
+		err = errors.Join(syncDir(s.fs, n.path), syncDir(s.fs, s.root.path))
 	}
 	if err := errors.Join(err, s.countDir(n, scanList)); err != nil {
 		return nil, fmt.Errorf("namespace %s: %w", n.name, err)

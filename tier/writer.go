@@ -47,7 +47,7 @@ func (d *Disk) Write(w WriteJob) bool {
 		why = "off"
 	case e != nil && e.has(entryNewer):
 		why = "newer"
-	case d.good(e) && (pending == nil || !pending.removed):
+	case d.good(e) && pending == nil: // else it may yet be taken back
 		s.touchEntry(d.dir, e, s.uses.at(s.useTime(), w.Ordinal), w.Ordinal)
 		s.count.add(&s.count.present, 1)
 		s.laterLocked(func() { w.Done(nil) })
@@ -229,6 +229,7 @@ func (d *Disk) makeDirs(k chunk.Key) error {
 		}
 		if err == nil && s.o.Durable && dir != d.dir.path { // the other one's name: with the sidecar
 			if err := syncDir(s.fs, d.dir.path); err != nil {
+				d.dir.unsynced.Store(true)
 				return err
 			}
 		}
@@ -237,6 +238,7 @@ func (d *Disk) makeDirs(k chunk.Key) error {
 			_, err := checkSidecar(s.fs, dir, d.canonical)
 			d.remaking.Unlock()
 			if err != nil {
+				d.dir.unsynced.Store(true)
 				return err
 			}
 		}
@@ -310,7 +312,11 @@ func (j *writeJob) rename(temp string, st *sys.Stat, stamp int64) (took int64, e
 	case abandoned:
 		return j.dropTemp(temp), ErrClosed
 	}
-	if err := s.fs.Rename(temp, d.dir.filePath(k)); err != nil {
+	err = d.syncWay()
+	if err == nil {
+		err = s.fs.Rename(temp, d.dir.filePath(k))
+	}
+	if err != nil {
 		return j.dropTemp(temp), err
 	}
 	cost := accounted(st)
@@ -326,24 +332,59 @@ func (j *writeJob) rename(temp string, st *sys.Stat, stamp int64) (took int64, e
 	}
 	e.flags = entryCounted
 	e.touched = uint32(s.now().Unix())
-	if removed = j.removed; removed {
-		e.flags |= entryUnlinking
-		s.removals = append(s.removals, removal{d.dir, k})
-	}
 	d.dir.index.settle(e)
+	if removed = j.removed; removed {
+		s.unpublish(d.dir, e)
+	}
 	s.mu.Unlock()
 	if removed {
 		return took, ErrRemoved
 	}
 	if s.o.Durable {
 		if err := syncDir(s.fs, d.dir.subPath(k)); err != nil && !absent(err) {
-			s.diskError("sync "+d.dir.subPath(k), err) // the chunk is there all the same
+			s.mu.Lock()
+			if e := d.dir.index.find(k); e != nil { // it could be gone after a power cut
+				s.unpublish(d.dir, e)
+			}
+			s.mu.Unlock()
+			return took, err
 		}
 	}
 	if err := s.countDir(d.dir, int(k[0])); err != nil && !absent(err) {
 		s.diskError("count "+d.dir.subPath(k), err)
 	}
 	return took, nil
+}
+
+// unpublish takes a chunk back that has its name already. Needs mu and the stripe.
+func (s *Store) unpublish(n *namespaceDir, e *diskEntry) {
+	if e.has(entryUnlinking) { // by Remove
+		return
+	}
+	e.flags |= entryUnlinking
+	n.index.settle(e)
+	s.removals = append(s.removals, removal{n, e.key})
+	s.changed.Broadcast()
+}
+
+// syncWay makes up for a sync of the directories above a chunk that failed: what is made
+// in them afterwards would be lost with them, and there is nothing more to make there
+// that would sync them. Needs the stripe, under which those of the chunk were made.
+func (d *Disk) syncWay() error {
+	n, s := d.dir, d.s
+	if !s.o.Durable {
+		return nil
+	}
+	n.syncing.Lock()
+	defer n.syncing.Unlock()
+	if !n.unsynced.Swap(false) {
+		return nil
+	}
+	err := errors.Join(syncDir(s.fs, n.path), syncDir(s.fs, s.root.path))
+	if err != nil {
+		n.unsynced.Store(true)
+	}
+	return err
 }
 
 // dropTemp removes a temp file, and gives the bytes it still takes if that fails:
