@@ -31,6 +31,8 @@ type ringLink struct {
 
 	sending sync.Mutex // keeps the order of seqs on the ring
 
+	resets epochs
+
 	lostOnce  sync.Once
 	lostCh    chan struct{}
 	closeOnce sync.Once
@@ -311,7 +313,50 @@ func (r *ringLink) remove(keys []Key, timeout time.Duration) error {
 	}
 }
 
-func (r *ringLink) reset(epoch []byte) error { return r.conn.Send(&wire.Reset{Epoch: epoch}) }
+// reset does not wait for the socket, which a leader that is stopped leaves full: it is
+// told by and by, and of many epochs only the newest.
+func (r *ringLink) reset(epoch []byte) error {
+	select {
+	case <-r.lostCh:
+		return ErrNoLeader
+	default:
+	}
+	if !r.resets.put(epoch) {
+		return nil
+	}
+	spawn.Go("reset", func(error) { r.fail() }, func() {
+		for e := r.resets.take(); e != nil; e = r.resets.take() {
+			_ = r.conn.Send(&wire.Reset{Epoch: e}) // who does not hear of it loses nothing
+		}
+	})
+	return nil
+}
+
+// epochs is the newest epoch that the leader has not been told, and whether somebody
+// is telling.
+type epochs struct {
+	mu      sync.Mutex
+	newest  []byte
+	telling bool
+}
+
+// put reports whether the caller has to begin to tell.
+func (e *epochs) put(epoch []byte) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	begin := !e.telling
+	e.newest, e.telling = epoch, true
+	return begin
+}
+
+// take gives what is to be told next; nil ends the telling.
+func (e *epochs) take() []byte {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	epoch := e.newest
+	e.newest, e.telling = nil, epoch != nil
+	return epoch
+}
 
 func (r *ringLink) beginCopy() { r.ring.BeginCopy() }
 

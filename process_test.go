@@ -163,6 +163,28 @@ func TestStoppedLeader(t *testing.T) {
 	}, testWait, time.Millisecond)
 }
 
+// More resets than the socket takes: none waits for a leader that reads nothing, and
+// it hears of the newest when it goes on.
+func TestResetsDoNotWaitForAStoppedLeader(t *testing.T) {
+	dir := t.TempDir()
+	leader := leadingProcess(t, dir)
+	c := openTest(t, dir, RoleMember)
+	e := newEngine(t, c, smallEngine)
+	leader.stop()
+	seen := map[[16]byte]bool{}
+	for range 5000 {
+		epoch, err := e.k.Reset()
+		require.NoError(t, err)
+		seen[epoch] = true
+	}
+	require.Len(t, seen, 5000)
+	leader.signal(syscall.SIGCONT)
+	p := e.newPrefix(1, 2, 0)
+	e.fill(p, 0, 2*e.geo.C)
+	e.store(p, 0, 2)
+	e.held(p, 2)
+}
+
 // A rank reports a load whose window is never decided.
 func TestLoadIsReportedWhenTheLeaderDies(t *testing.T) {
 	dir := t.TempDir()

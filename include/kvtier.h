@@ -35,9 +35,9 @@
  *     wait is one hour, and a negative timeout is KVT_E_ARG.
  *   - All functions may be called from any thread at the same time. Functions
  *     without a timeout do not block beyond microseconds, except kvt_store, which
- *     copies on the calling thread; kvt_lookup, kvt_stats and kvt_reset (at most a
- *     second) and kvt_remove (5), which may ask a leader in another process; and
- *     closing, which waits until copies of that object have stopped.
+ *     copies on the calling thread; kvt_lookup and kvt_stats (at most a second) and
+ *     kvt_remove (5), which may ask a leader in another process; and closing, which
+ *     waits until copies of that object have stopped.
  *   - The library never calls back. Completions and log records are polled
  *     behind one eventfd (kvt_eventfd).
  *
