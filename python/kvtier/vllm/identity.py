@@ -45,6 +45,20 @@ _IRRELEVANT = frozenset(
     """.split()
 )
 
+#: What vLLM is told about images and the like that reaches what the encoder makes of
+#: them. The processor's own configuration is part of the checkpoint.
+_MEDIA = (
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+
+#: Files of a checkpoint that say how images and the like are processed.
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 #: One page is read per sampled place.
@@ -129,6 +143,8 @@ def weights(vllm_config: VllmConfig) -> Weights:
                 return _unrecognisable(f"no weight files found for {source!r}")
             for name, path in files:
                 _hash_file(h, name, path)
+            if config.multimodal_config is not None:
+                _hash_processing(h, config)
     except (OSError, ValueError) as e:
         return _unrecognisable(f"weights cannot be read ({e})")
     return Weights(h.hexdigest())
@@ -152,6 +168,9 @@ def _attention(vllm_config: VllmConfig) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "disable_sliding_window": bool(model.disable_sliding_window),
     }
+    media = model.multimodal_config
+    if media is not None:
+        facts["media"] = {name: getattr(media, name) for name in _MEDIA}
     # Rope variants that pick their factors by the longest sequence make the
     # configured length part of every key vector.
     if _length_dependent_rope(config):
@@ -197,22 +216,48 @@ def _digest(facts: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _directory(source: str, revision: str | None) -> Path:
+    path = Path(source)
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError as e:
+        raise OSError(f"{source!r} is not in the local cache") from e
+
+
 def _weight_files(source: str, revision: str | None) -> list[tuple[str, Path]]:
     path = Path(source)
     if path.is_file():
         return [(path.name, path)]
-    if not path.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            path = Path(snapshot_download(source, revision=revision, local_files_only=True))
-        except LocalEntryNotFoundError as e:
-            raise OSError(f"{source!r} is not in the local cache") from e
+    path = _directory(source, revision)
     files = [p for p in path.rglob("*") if p.suffix in _WEIGHT_SUFFIXES and p.is_file()]
     # The same tensors are often shipped twice; vLLM prefers safetensors.
     preferred = [p for p in files if p.suffix == ".safetensors"] or files
     return sorted((p.relative_to(path).as_posix(), p) for p in preferred)
+
+
+def _hash_processing(h: Any, config: Any) -> None:
+    """What vLLM hashes as an image is the file that the caller sent, not what the
+    processor makes of it."""
+    where = Path(config.model)
+    where = where.parent if where.is_file() else _directory(config.model, config.revision)
+    files = {name: where / name for name in _PROCESSOR_FILES}
+    scales = config.multimodal_config.mm_encoder_fp8_scale_path
+    if scales:
+        files["mm_encoder_fp8_scale_path"] = Path(scales)
+    for name, path in files.items():
+        if path.exists():
+            _text(h, name)
+            _text(h, json.dumps(json.loads(path.read_bytes()), sort_keys=True))
+
+
+def _text(h: Any, text: str) -> None:
+    encoded = text.encode()
+    h.update(struct.pack("<Q", len(encoded)) + encoded)
 
 
 def _hash_file(h: Any, name: str, path: Path) -> None:
