@@ -274,7 +274,7 @@ func (g *group) forget(a *attachment, goodbye bool) {
 // dissolve is called when the last member is dead.
 func (g *group) dissolve() {
 	for _, o := range g.stores {
-		o.abandon(true)
+		o.finish()
 	}
 	for _, o := range g.loads {
 		o.finish()

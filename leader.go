@@ -237,7 +237,7 @@ func (l *leader) abandonAll() {
 			o.finish()
 		}
 		for _, o := range g.stores {
-			o.abandon(true)
+			o.finish()
 		}
 		if g.test != nil {
 			g.test.end(wire.StatusAborted, errLeaderClosed.Error())

@@ -138,7 +138,7 @@ func pick[T any](rt *rapid.T, m map[uint64]T) (op uint64, ok bool) {
 func (d *driver) store(rt *rapid.T, g *driverGroup) {
 	op, rn := d.r.op(), g.draw(rt)
 	if rapid.IntRange(0, 9).Draw(rt, "cancel first") == 0 {
-		d.r.call(g.coord, &wire.Request{Type: wire.Cancel, Op: op, Flags: wire.CancelUnsent})
+		g.cancelUnsent(op)
 	}
 	vs := g.begin(op, rn)
 	hole := false
@@ -190,7 +190,7 @@ func (d *driver) cancelStore(rt *rapid.T, g *driverGroup) {
 	if op, ok := pick(rt, g.stores); ok {
 		s := g.stores[op]
 		if !s.sent {
-			d.r.call(g.coord, &wire.Request{Type: wire.Cancel, Op: op, Flags: wire.CancelUnsent})
+			g.cancelUnsent(op)
 			delete(g.stores, op)
 		} else {
 			d.r.call(g.coord, &wire.Request{Type: wire.Cancel, Op: op})
@@ -386,7 +386,7 @@ func (d *driver) comeBack(rt *rapid.T, g *driverGroup) {
 func (d *driver) endAll(g *driverGroup) {
 	for op, s := range g.stores {
 		if !s.sent {
-			d.r.call(g.coord, &wire.Request{Type: wire.Cancel, Op: op, Flags: wire.CancelUnsent})
+			g.cancelUnsent(op)
 			continue
 		}
 		for rank := range g.ranks {

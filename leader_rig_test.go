@@ -52,6 +52,8 @@ type leaderRig struct {
 	opts leaderOptions
 	nop  uint64
 	seq  uint32
+
+	idle atomic.Bool // no rank copies; the rig writes slots without a look at the table
 }
 
 type rigOption func(*leaderOptions)
@@ -167,7 +169,15 @@ func (r *leaderRig) attach(group string, ranks, rank int, coordinator bool) *att
 	a, w, err := r.l.attach(&wire.Hello{Protocol: wire.Protocol, Group: group, Ranks: ranks, Rank: rank, Coordinator: coordinator})
 	require.NoError(r.t, err)
 	require.Equal(r.t, r.l.session(), w.Session)
+	a.watchCopies(func() bool { return !r.idle.Load() })
 	return a
+}
+
+// cancelUnsent cancels an operation that no rank has, at a moment when none copies.
+func (g *rigGroup) cancelUnsent(op uint64) {
+	g.r.idle.Store(true)
+	defer g.r.idle.Store(false)
+	g.r.call(g.coord, &wire.Request{Type: wire.Cancel, Op: op, Flags: wire.CancelUnsent})
 }
 
 // ask sends a request; the reply comes through the channel.
@@ -305,7 +315,7 @@ func (g *rigGroup) grow() {
 				n++
 			}
 		}
-		g.r.call(g.coord, &wire.Request{Type: wire.Cancel, Op: op, Flags: wire.CancelUnsent})
+		g.cancelUnsent(op)
 		return n == slots
 	}, patience, time.Millisecond)
 }

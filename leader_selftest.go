@@ -219,7 +219,7 @@ func (t *selfTest) begin() {
 	for i, k := range t.keys {
 		ref, err := sp.Grant(k, parent, uint32(i), false)
 		if err != nil {
-			o.abandon(true)
+			o.finish()
 			return
 		}
 		o.parts = append(o.parts, storePart{

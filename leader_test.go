@@ -101,7 +101,7 @@ func TestStoreOfAFullArenaIsPrefixClosed(t *testing.T) {
 				granted++
 			}
 		}
-		r.call(g.coord, &wire.Request{Type: wire.Cancel, Op: op, Flags: wire.CancelUnsent})
+		g.cancelUnsent(op)
 		return granted == 16
 	}, patience, time.Millisecond)
 	require.Equal(t, append(repeat(wire.Granted, 16), repeat(wire.Declined, 24)...), all)
@@ -193,17 +193,14 @@ func TestCancelUnsent(t *testing.T) {
 	r := newLeaderRig(t)
 	g := r.join("g", 2, 2)
 	keys := g.chain(1, 3)
-	cancel := func(op uint64, flags uint16) {
-		r.call(g.coord, &wire.Request{Type: wire.Cancel, Op: op, Flags: flags})
-	}
 	after := r.op()
 	require.Equal(t, repeat(wire.Granted, 3), codes(g.begin(after, g.runOf(keys, 0))))
-	cancel(after, wire.CancelUnsent)
+	g.cancelUnsent(after)
 	r.quiet()
 	require.Equal(t, tier.Free, g.look(keys[0]).State)
 
 	before := r.op()
-	cancel(before, wire.CancelUnsent)
+	g.cancelUnsent(before)
 	rep := r.call(g.coord, &wire.Request{Type: wire.StoreBegin, Op: before, Run: g.runOf(keys, 0)})
 	require.Equal(t, wire.StatusAborted, rep.Status)
 	require.Equal(t, repeat(wire.Declined, 3), codes(rep.Verdicts))
@@ -212,7 +209,7 @@ func TestCancelUnsent(t *testing.T) {
 	// Without UNSENT ranks may know it: the slots drain until they answer.
 	sent, rn := r.op(), g.runOf(keys, 0)
 	vs := g.begin(sent, rn)
-	cancel(sent, 0)
+	r.call(g.coord, &wire.Request{Type: wire.Cancel, Op: sent})
 	require.Equal(t, 3, g.counts()[tier.Draining])
 	g.write(sent, 0, rn, vs)
 	require.Equal(t, 3, g.counts()[tier.Draining])
@@ -223,12 +220,12 @@ func TestCancelUnsent(t *testing.T) {
 	g.lease(1, g.runOf(keys, 0))
 	load := r.op()
 	require.Equal(t, repeat(wire.Ready, 3), codes(g.loadBegin(load, 1, g.runOf(keys, 0)).Verdicts))
-	cancel(load, wire.CancelUnsent)
+	g.cancelUnsent(load)
 	r.quiet()
 
 	g.lease(2, g.runOf(keys, 0))
 	load = r.op()
-	cancel(load, wire.CancelUnsent)
+	g.cancelUnsent(load)
 	require.Equal(t, wire.StatusAborted, g.loadBegin(load, 2, g.runOf(keys, 0)).Status)
 	r.quiet()
 }

@@ -239,17 +239,31 @@ func (o *storeOp) end(p *storePart) {
 	}
 }
 
-// abandon drops what is not complete. With unsent no rank has ever known of it, or
-// all ranks are dead: then nothing has to drain.
-func (o *storeOp) abandon(unsent bool) {
+// abandon drops what is not complete: the slots drain.
+func (o *storeOp) abandon() {
+	for i := range o.parts {
+		o.drop(&o.parts[i])
+	}
+}
+
+// withdraw is abandon for an operation that no rank has, as its coordinator says. The
+// leader does not rely on it: a rank that copies now may copy this. One that does not
+// would find the slots taken back.
+func (o *storeOp) withdraw() {
+	o.abandon()
+	for i := range o.parts {
+		o.passOver(&o.parts[i])
+	}
+}
+
+// finish ends everything: there is nobody left who could write.
+func (o *storeOp) finish() {
 	for i := range o.parts {
 		p := &o.parts[i]
 		if p.ended {
 			continue
 		}
-		if unsent {
-			p.done = p.expected
-		}
+		p.done = p.expected
 		if p.dropped {
 			o.drain(p)
 		} else {
@@ -303,6 +317,9 @@ func (o *storeOp) expire(now time.Time) {
 // passOver ends the wait of a slot that drains for ranks that do not copy: they may
 // never have heard of the operation, and would find the slot taken back.
 func (o *storeOp) passOver(p *storePart) {
+	if p.ended {
+		return
+	}
 	for late := p.expected &^ p.done; late != 0; late &= late - 1 {
 		if rank := bits.TrailingZeros64(late); o.crew.members[rank].idle() {
 			o.partDone(p, 1<<rank, false)
@@ -311,8 +328,8 @@ func (o *storeOp) passOver(p *storePart) {
 }
 
 // cancel ends an operation. From the coordinator with UNSENT: no rank knows it, so
-// everything is free at once, also when the BEGIN comes in later. From the
-// coordinator without: ranks may know it and still answer. From a rank: its copies
+// what it holds is free as soon as no rank copies, also when the BEGIN comes in later.
+// From the coordinator without: ranks may know it and still answer. From a rank: its copies
 // of a load have stopped.
 func (a *attachment) cancel(req *wire.Request) *wire.Reply {
 	r, g := answer(req), a.group
@@ -333,7 +350,11 @@ func (a *attachment) cancel(req *wire.Request) *wire.Reply {
 		g.rememberUnsent(req.Op)
 	}
 	if o := g.stores[req.Op]; o != nil {
-		o.abandon(unsent)
+		if unsent {
+			o.withdraw()
+		} else {
+			o.abandon()
+		}
 	}
 	if o := g.loads[req.Op]; o != nil {
 		if unsent {

@@ -282,9 +282,9 @@ KVT_API int32_t kvt_store_begin(kvt_coord coord, kvt_store_begin_req *reqs, size
 KVT_API int32_t kvt_load_begin(kvt_coord coord, uint64_t op, uint64_t lease, uint32_t first_ordinal,
                                const kvt_key *keys, size_t n, int64_t timeout_ms, kvt_verdict *verdicts, uint64_t *session);
 
-/* Ends an operation. With KVT_CANCEL_UNSENT no rank has seen it or will: all it holds
- * is free at once. Without, ranks may have it, and each still answers by its kvt_store
- * or kvt_load; only what nobody has decided yet fails. */
+/* Ends an operation. With KVT_CANCEL_UNSENT no rank has seen it or will: what it holds
+ * is free as soon as no rank copies anything. Without, ranks may have it, and each still
+ * answers by its kvt_store or kvt_load; only what is not decided yet fails. */
 #define KVT_CANCEL_UNSENT 1u
 KVT_API int32_t kvt_cancel(kvt_coord coord, uint64_t op, uint32_t flags);
 
