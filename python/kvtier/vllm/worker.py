@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 READY_S = 5.0
 #: How long a self-test over all ranks may take.
 SELFTEST_S = 5.0
+#: Between two of them that come to no end.
+RETRY_S = 1.0
 _EVENTS = 256
 #: Why a load failed, for the statistics.
 _CAUSES = {
@@ -99,7 +101,7 @@ class WorkerHalf:
         self._stopping: kvtier.Rank | None = None  # closed, but with a copy still running
         self._pages: mapping.PageMap | None = None
         self._chunk = 0
-        self._unproven: kvtier.Rank | None = None  # registered, and not accepted in time
+        self._unproven: kvtier.Rank | None = None  # registered, and no self-test has passed
         self._disproved = ""  # by a self-test on a thread of its own
         self._running: dict[int, LoadPlan] = {}  # loads without a report, by operation
         self._by_request: dict[str, int] = {}
@@ -177,8 +179,15 @@ class WorkerHalf:
             logger.info("kvtier: nothing of this model goes to disk: %s", "; ".join(reasons))
         try:
             accepted = rank.ready(READY_S)
-            self._prove(rank, pages=True)  # no request yet: the pages are nobody's
+            proven = self._prove(rank, pages=True)  # no request yet: the pages are nobody's
             self._announce(accepted, who, shown)
+            if not proven:
+                logger.warning(
+                    "kvtier: the self-test of all ranks did not end within %g s and is repeated in the background; "
+                    "until it passes nothing proves that these pages are described right",
+                    SELFTEST_S,
+                )
+                self._prove_later(rank, lambda accepted: None)
             if not memory_only:
                 self._check_disk(accepted)
         except kvtier.Timeout:
@@ -192,28 +201,36 @@ class WorkerHalf:
             self.close()
             raise e
 
-    def _prove(self, rank: kvtier.Rank, pages: bool) -> None:
-        """Sends a pattern of all ranks through the cache and back. Raises
-        kvtier.SelfTestFailed, on every rank."""
+    def _prove(self, rank: kvtier.Rank, pages: bool) -> bool:
+        """Sends a pattern of all ranks through the cache and back. False: it came to no
+        end, which proves nothing. Raises kvtier.SelfTestFailed, on every rank."""
         try:
             rank.selftest(pages, SELFTEST_S)
         except kvtier.SelfTestFailed:
             raise
         except kvtier.Error as e:
-            logger.info("kvtier: the self-test came to no end, so it proves nothing: %s", e)
+            logger.info("kvtier: the self-test came to no end: %s", e)
+            return False
+        return True
 
     def _prove_later(self, rank: kvtier.Rank, then: Callable[[kvtier.Accepted], None]) -> None:
-        """For a group that is not accepted yet. The pages will be in use by then and the
-        engine must not wait, so private memory stands for them, on a thread. Calls
-        ``then`` there at last."""
+        """For a group that is not accepted yet, or whose first self-test came to no end.
+        The pages will be in use by then and the engine must not wait, so private memory
+        stands for them, on a thread, until it passes or fails. Calls ``then`` there
+        after the first one."""
 
         def prove() -> None:
+            told = False
             while self._unproven is rank:
                 try:
                     accepted = rank.ready(1.0)
-                    self._prove(rank, pages=False)
-                    then(accepted)
-                    return
+                    proven = self._prove(rank, pages=False)
+                    if not told:
+                        then(accepted)
+                        told = True
+                    if proven:
+                        return
+                    time.sleep(RETRY_S)
                 except kvtier.Timeout:
                     continue
                 except kvtier.SelfTestFailed as e:

@@ -147,6 +147,27 @@ def test_start_line_of_a_member(make, caplog, tmp_path):
     assert any("bytes a token" in m and "leads" in m for m in caplog.messages)
 
 
+def test_self_test_that_comes_to_no_end_is_repeated(make, caplog, monkeypatch):
+    """One warning, and another one in the background, which sees what is wrong."""
+    monkeypatch.setattr("kvtier.vllm.worker.RETRY_S", 0.01)
+    tries = []
+
+    def selftest(rank, pages, timeout_s):
+        tries.append(pages)
+        raise kvtier.Timeout(0, "not all came") if len(tries) < 3 else kvtier.SelfTestFailed(0, "byte 23")
+
+    monkeypatch.setattr(kvtier.Rank, "selftest", selftest)
+    with caplog.at_level("INFO", logger="vllm.kvtier"):
+        e = make()
+        assert _until(lambda: len(tries) == 3)
+    assert tries == [True, False, False], "the pages are in use by then"
+    (warning,) = [r for r in caplog.records if r.levelname == "WARNING" and r.name == "vllm.kvtier"]
+    assert "self-test of all ranks did not end within 5 s and is repeated" in warning.getMessage()
+    e.add(DOC)
+    e.run()
+    assert e.worker._half.is_off and any("byte 23" in m for m in caplog.messages)
+
+
 MEMBER = """
 import json, sys, kvtier
 cache = kvtier.Cache.open(json.loads(sys.argv[1]))
