@@ -81,7 +81,7 @@ func TestCapIsOnAllocatedBytes(t *testing.T) {
 func TestScanLeavesTempsOfItsOwnSession(t *testing.T) {
 	fs := &faultFS{}
 	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs}).scanned()
-	dead := chunk.TempName(shelfKey(2), h.store.session^1, 1)
+	dead := chunk.TempName(shelfKey(1), h.store.session^1, 1)
 	scanned := false
 	fs.set(func(call, path string) error {
 		if call != "rename" || filepath.Ext(path) != ".kvc" || scanned {

@@ -83,9 +83,9 @@ func (i *Inspection) WalkBeside(visit func(Entry) error) error {
 			continue
 		case name == "." || name == rootFileName || name == lockFileName || name == runDirName:
 			e.Kind = EntryRoot
-		case strings.HasPrefix(name, rootFileName+".") && strings.HasSuffix(name, rootTempTail) && st.Regular():
+		case isRootTemp(name) && st.Regular():
 			e.Kind = EntryTemp
-		case namespace:
+		case namespace || isRootTemp(name):
 			e.Kind, e.Why = EntryForeign, "type"
 		default:
 			e.Kind, e.Why = EntryForeign, "name"
@@ -166,9 +166,9 @@ func (n *InspectedNamespace) walkSub(sub string, visit func(Entry) error) error 
 		switch {
 		case isChunk && chunk.SubDir(k) == sub:
 			e.Kind, e.Key = EntryChunk, k
-		case isTemp:
+		case isTemp && chunk.SubDir(t) == sub:
 			e.Kind, e.Key = EntryTemp, t
-		case isChunk:
+		case isChunk || isTemp:
 			e.Kind, e.Why = EntryForeign, "path"
 		default:
 			e.Kind, e.Why = EntryForeign, "name"

@@ -2,7 +2,6 @@ package tier
 
 import (
 	"path/filepath"
-	"strings"
 
 	"github.com/kvtier/kvtier/internal/chunk"
 )
@@ -17,11 +16,9 @@ func (s *Store) list() error {
 	beside := int64(0)
 	for _, name := range append(names, ".") {
 		path := filepath.Join(s.root.path, name)
-		if strings.HasPrefix(name, rootFileName+".") && strings.HasSuffix(name, rootTempTail) {
+		if isRootTemp(name) {
 			// A process that made the root died here, or is at it and tries again.
-			if err := s.fs.Unlink(path); err == nil {
-				s.count.add(&s.count.swept, 1)
-			}
+			_ = s.sweep(path) // nothing is lost by it
 			continue
 		}
 		prefix, isDir := chunk.ParseDirName(name)
@@ -53,9 +50,7 @@ func (s *Store) list() error {
 // listDir makes the directory of a namespace known. No sidecar is being written: that
 // is done by Namespace, which waits, and by writes, of which none is under way.
 func (s *Store) listDir(name, prefix string) {
-	if err := s.fs.Unlink(filepath.Join(s.root.path, name, sidecarTemp)); err == nil {
-		s.count.add(&s.count.swept, 1)
-	}
+	_ = s.sweep(filepath.Join(s.root.path, name, sidecarTemp)) // it is counted where it stays
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, n := range s.dirs {

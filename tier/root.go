@@ -239,6 +239,14 @@ func parseRootFile(path string, b []byte) (rootFile, error) {
 	return f, nil
 }
 
+// isRootTemp says whether a name in the root is one that makeRootFile gives.
+func isRootTemp(name string) bool {
+	name, begins := strings.CutPrefix(name, rootFileName+".")
+	id, ends := strings.CutSuffix(name, rootTempTail)
+	b, err := hex.DecodeString(id)
+	return begins && ends && err == nil && len(b) == 8 && hex.EncodeToString(b) == id
+}
+
 func makeRootFile(dir, path string) error {
 	var id [16]byte
 	rand.Read(id[:])

@@ -141,10 +141,14 @@ func (s *Store) scanUnit(n *namespaceDir, unit int) (g gap) {
 			}
 			continue
 		}
-		if _, session, number, ok := chunk.ParseTempName(name); !ok {
+		if k, session, number, ok := chunk.ParseTempName(name); !ok {
 			reject("name")
+		} else if chunk.SubDir(k) != sub {
+			reject("path")
 		} else if session != s.session || number <= s.deadTemps.Load() {
-			if err := s.sweep(filepath.Join(dir, name)); err != nil {
+			if err := s.sweep(filepath.Join(dir, name)); foreign(err) {
+				reject("type")
+			} else if err != nil {
 				g.skip(err)
 			}
 		}
@@ -216,21 +220,25 @@ func (s *Store) recountDirs(n *namespaceDir) error {
 }
 
 // sweep removes a temp file. Whoever has the lock owns all of them, and no session
-// but this one is alive.
+// but this one is alive. What is no file stays, with an error that is foreign.
 func (s *Store) sweep(path string) error {
 	if s.left() || !s.own() {
 		return nil
 	}
-	err := s.fs.Unlink(path)
-	switch {
-	case err == nil:
-		s.count.add(&s.count.swept, 1)
-	case foreign(err):
-		s.count.inc(s.count.rejected, "type")
-	case !absent(err):
-		return err
+	st, err := s.fs.Lstat(path)
+	if err == nil && !st.Regular() {
+		return errForeign
 	}
-	return nil
+	if err == nil {
+		err = s.fs.Unlink(path)
+	}
+	if err == nil {
+		s.count.add(&s.count.swept, 1)
+	}
+	if absent(err) {
+		return nil
+	}
+	return err
 }
 
 // countDir accounts what a directory itself takes; with the namespace's own come
@@ -253,7 +261,9 @@ func (s *Store) countDir(n *namespaceDir, unit int) error {
 			if err != nil && !absent(err) {
 				return err
 			}
-			bytes += st.Allocated
+			if err == nil && st.Regular() {
+				bytes += st.Allocated
+			}
 		}
 	}
 	s.mu.Lock()

@@ -38,6 +38,9 @@ func checkSidecar(fs Filesystem, dir string, want []byte) (rebuilt bool, err err
 		}
 	}
 	temp := filepath.Join(dir, sidecarTemp)
+	if st, err := fs.Lstat(temp); err == nil && !st.Regular() {
+		return false, fmt.Errorf("%s, move it away: %w", temp, errForeign)
+	}
 	err = writeDurably(fs, temp, want)
 	if err == nil {
 		err = fs.Rename(temp, path)

@@ -186,15 +186,15 @@ func (x *tree) snapshot() map[string]string {
 		name, dir := filepath.Base(path), filepath.Dir(path)
 		_, inNamespace := chunk.ParseDirName(filepath.Base(filepath.Dir(dir)))
 		k, isChunk := chunk.ParseFileName(name)
-		_, _, _, isTemp := chunk.ParseTempName(name)
+		temp, _, _, isTemp := chunk.ParseTempName(name)
 		_, isSub := parseSubName(filepath.Base(dir))
 		regular := e.Type().IsRegular()
 		switch {
 		case e.IsDir(),
-			dir == x.root && (name == rootFileName || name == lockFileName || strings.HasSuffix(name, rootTempTail)),
-			filepath.Dir(dir) == x.root && (name == sidecarName || name == sidecarTemp),
+			dir == x.root && (name == rootFileName || name == lockFileName || isRootTemp(name) && regular),
+			filepath.Dir(dir) == x.root && (name == sidecarName || name == sidecarTemp && regular),
 			inNamespace && isSub && isChunk && chunk.SubDir(k) == filepath.Base(dir),
-			inNamespace && isSub && isTemp: // a link there is a name of ours, what it leads to is not
+			inNamespace && isSub && isTemp && regular && chunk.SubDir(temp) == filepath.Base(dir):
 			return nil
 		case regular:
 			if st, err := os.Stat(path); err == nil && st.Size() < 1<<20 {
