@@ -13,7 +13,9 @@ import (
 type counters struct {
 	Members uint64 `json:"members_admitted"`
 	Deaths  uint64 `json:"members_ended"`
-	Resets  uint64 `json:"resets"`
+	// Strangers are connections of processes of other users.
+	Strangers uint64 `json:"members_refused_user"`
+	Resets    uint64 `json:"resets"`
 
 	Lookups       uint64 `json:"lookups"` // LOOKUPs, and leases when they are new
 	LookupTokens  uint64 `json:"lookup_tokens"`

@@ -37,15 +37,17 @@ type server struct {
 	closed bool
 	peers  map[*peer]struct{}
 	wg     sync.WaitGroup // the accept loop and all peers
+
+	strangers sync.Once // the first one is logged
 }
 
 // listen accepts members on the socket in dir, which stays open until close.
 func listen(l *leader, dir *os.File, log *slog.Logger) (*server, error) {
-	listener, err := shm.Listen(dir, socketName)
-	if err != nil {
+	s := &server{l: l, log: log, stop: make(chan struct{}), peers: make(map[*peer]struct{})}
+	var err error
+	if s.listener, err = shm.Listen(dir, socketName, s.refuseUser); err != nil {
 		return nil, err
 	}
-	s := &server{l: l, log: log, listener: listener, stop: make(chan struct{}), peers: make(map[*peer]struct{})}
 	s.wg.Add(1)
 	spawn.Go("accept", func(err error) { log.Error("no more members are admitted", "error", err) }, func() {
 		defer s.wg.Done()
@@ -79,6 +81,21 @@ func (s *server) accept() {
 			p.run()
 		})
 	}
+}
+
+// refuseUser is the answer to a process of another user. The modes of directory and
+// socket keep such a one out; that it came this far is worth one line in the log.
+func (s *server) refuseUser(uid uint32) any {
+	s.l.lock()
+	s.l.count.Strangers++
+	s.l.unlock()
+	own := os.Geteuid()
+	s.strangers.Do(func() {
+		s.log.Warn("a process of another user is refused: are the modes of the run directory and its socket as kvtier made them?",
+			"uid", uid, "own_uid", own)
+	})
+	return &wire.Refuse{Final: true, Reason: fmt.Sprintf(
+		"the leader runs as user %d and this process as user %d: one cache is for processes of one user", own, uid)}
 }
 
 func (s *server) add(p *peer) error {

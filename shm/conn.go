@@ -48,12 +48,23 @@ type Conn struct {
 	noWatch error
 }
 
-// newConn takes ownership of socket, also when it returns an error.
+// newConn makes a connection with a process of the own user. It takes ownership of
+// socket, also when it returns an error.
 func newConn(socket *net.UnixConn) (*Conn, error) {
-	cred, err := sys.PeerCred(socket)
-	if err == nil && cred.UID != uint32(os.Geteuid()) {
-		err = fmt.Errorf("%w: uid %d", ErrPeerUID, cred.UID)
+	c, err := connOf(socket)
+	if err != nil {
+		return nil, err
 	}
+	if !c.own() {
+		_ = c.Close()
+		return nil, fmt.Errorf("%w: uid %d", ErrPeerUID, c.uid)
+	}
+	return c, nil
+}
+
+// connOf is newConn for a process of any user.
+func connOf(socket *net.UnixConn) (*Conn, error) {
+	cred, err := sys.PeerCred(socket)
 	if err != nil {
 		socket.Close()
 		return nil, err
@@ -64,6 +75,9 @@ func newConn(socket *net.UnixConn) (*Conn, error) {
 	c.process, c.noWatch = sys.PeerProcess(socket)
 	return c, nil
 }
+
+// own says whether the peer runs as the user of this process.
+func (c *Conn) own() bool { return c.uid == uint32(os.Geteuid()) }
 
 // PeerUID is the user the peer runs as.
 func (c *Conn) PeerUID() uint32 { return c.uid }

@@ -16,12 +16,20 @@ import (
 	"github.com/kvtier/kvtier/internal/sys"
 )
 
+// noStranger is for sockets that no other user reaches.
+func noStranger(t testing.TB) func(uint32) any {
+	return func(uid uint32) any {
+		t.Errorf("a process of user %d", uid)
+		return nil
+	}
+}
+
 func newConnPair(t testing.TB) (server, client *Conn) {
 	t.Helper()
 	dir, err := os.Open(t.TempDir())
 	require.NoError(t, err)
 	defer dir.Close()
-	l, err := Listen(dir, "sock")
+	l, err := Listen(dir, "sock", noStranger(t))
 	require.NoError(t, err)
 	defer l.Close()
 	client, err = Dial(dir, "sock", patience)
@@ -178,7 +186,7 @@ func TestListener(t *testing.T) {
 	defer dir.Close()
 	_, err = Dial(dir, "sock", patience)
 	require.ErrorIs(t, err, ErrPeerClosed)
-	l, err := Listen(dir, "sock")
+	l, err := Listen(dir, "sock", noStranger(t))
 	require.NoError(t, err)
 	accepted := make(chan error, 1)
 	go func() { _, err := l.Accept(); accepted <- err }()
@@ -186,7 +194,8 @@ func TestListener(t *testing.T) {
 	require.ErrorIs(t, <-accepted, ErrClosed)
 }
 
-// A process of another user that reaches the socket all the same is not admitted.
+// A process of another user that reaches the socket all the same is not admitted, and
+// is told why.
 func TestOtherUserIsRefused(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("needs root to become another user")
@@ -197,7 +206,7 @@ func TestOtherUserIsRefused(t *testing.T) {
 	dir, err := os.Open(path)
 	require.NoError(t, err)
 	defer dir.Close()
-	l, err := Listen(dir, "sock")
+	l, err := Listen(dir, "sock", func(uid uint32) any { return map[string]uint32{"not for": uid} })
 	require.NoError(t, err)
 	defer l.Close()
 	accepted := make(chan *Conn, 1)
@@ -206,6 +215,7 @@ func TestOtherUserIsRefused(t *testing.T) {
 		accepted <- c
 	}()
 	socket := filepath.Join(path, "sock")
+	told := ""
 	connect := func() error {
 		connected := make(chan error, 1)
 		go func() {
@@ -223,6 +233,12 @@ func TestOtherUserIsRefused(t *testing.T) {
 				defer syscall.Close(fd)
 				err = syscall.Connect(fd, &syscall.SockaddrUnix{Name: socket})
 			}
+			if err == nil {
+				b := make([]byte, 4096)
+				var n int
+				n, err = syscall.Read(fd, b)
+				told = string(b[min(n, 4):n])
+			}
 			connected <- err
 		}()
 		return <-connected
@@ -232,7 +248,7 @@ func TestOtherUserIsRefused(t *testing.T) {
 	require.ErrorIs(t, connect(), os.ErrPermission, "by the mode of the socket")
 	require.NoError(t, os.Chmod(socket, 0o666))
 	require.NoError(t, connect())
-	require.Eventually(t, func() bool { return l.Refused() == 1 }, patience, time.Millisecond)
+	require.JSONEq(t, `{"not for": 65534}`, told)
 	require.Empty(t, accepted)
 	own, err := Dial(dir, "sock", patience)
 	require.NoError(t, err)

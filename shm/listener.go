@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"sync/atomic"
 	"time"
 
 	"github.com/kvtier/kvtier/internal/sys"
@@ -14,22 +13,25 @@ import (
 // Listener accepts connections on a socket in a directory.
 type Listener struct {
 	socket  *sys.UnixListener
-	refused atomic.Uint64
+	refusal func(uid uint32) any
 }
 
 // Listen listens on a socket called name, mode 0600, in dir, which may lie as
 // deep as it likes. A socket of that name is replaced: the caller holds the lock
 // that says its listener is dead. dir must remain open until Close.
-func Listen(dir *os.File, name string) (*Listener, error) {
+//
+// refusal gives the frame that a process of another user gets before its connection is
+// closed. It is called by Accept, once for each.
+func Listen(dir *os.File, name string, refusal func(uid uint32) any) (*Listener, error) {
 	socket, err := sys.ListenUnix(dir, name)
 	if err != nil {
 		return nil, err
 	}
-	return &Listener{socket: socket}, nil
+	return &Listener{socket: socket, refusal: refusal}, nil
 }
 
 // Accept returns the next connection of a process of the own user; those of
-// others are closed and counted. ErrClosed comes after Close; after any other
+// others are told so and closed. ErrClosed comes after Close; after any other
 // error (too many open files, for instance) accepting may be tried again.
 func (l *Listener) Accept() (*Conn, error) {
 	for {
@@ -40,16 +42,17 @@ func (l *Listener) Accept() (*Conn, error) {
 		if err != nil {
 			return nil, fmt.Errorf("accepting: %w", err)
 		}
-		c, err := newConn(socket)
-		if err == nil {
+		c, err := connOf(socket)
+		if err != nil {
+			return nil, fmt.Errorf("accepting: %w", err)
+		}
+		if c.own() {
 			return c, nil
 		}
-		l.refused.Add(1)
+		_ = c.Send(l.refusal(c.uid)) // the first frame, for which there is room
+		_ = c.Close()
 	}
 }
-
-// Refused counts the connections that Accept has closed.
-func (l *Listener) Refused() uint64 { return l.refused.Load() }
 
 // Close stops listening and removes the socket's name. It is idempotent.
 func (l *Listener) Close() error { return l.socket.Close() }

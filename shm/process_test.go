@@ -74,7 +74,7 @@ func TestMemberProcess(t *testing.T) {
 	dir, err := os.Open(path)
 	require.NoError(t, err)
 	defer dir.Close()
-	l, err := Listen(dir, "sock")
+	l, err := Listen(dir, "sock", noStranger(t))
 	require.NoError(t, err)
 	defer l.Close()
 
