@@ -55,6 +55,7 @@ type storeCounters struct {
 	Pending  uint64 `json:"pending"`
 	Declined uint64 `json:"declined"`
 	NoSlot   uint64 `json:"declined_no_slot"`
+	Stuck    uint64 `json:"declined_stuck"` // a rank of the group does not end a copy
 	Aborted  uint64 `json:"aborted"`
 	Expired  uint64 `json:"expired"`
 	Dropped  uint64 `json:"dropped"` // for any reason

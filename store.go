@@ -18,8 +18,9 @@ type storeOp struct {
 	crew  *crew
 	count *counters // the leader's; a self-test has its own
 	parts []storePart
-	open  int // parts that are not ended
-	hint  int // where the last part was found: DONE names them in the order of the grants
+	open  int  // parts that are not ended
+	hint  int  // where the last part was found: DONE names them in the order of the grants
+	stuck bool // a rank copied on when a part's time was over, and was named in the log
 }
 
 // storePart is one granted slot.
@@ -60,6 +61,7 @@ func (a *attachment) storeBegin(req *wire.Request) *wire.Reply {
 	}
 	parent := run.Parent
 	fits := run.First == 0 || sp.holds(parent)
+	stuck := g.stuck()
 	for i, k := range run.Keys {
 		v := &r.Verdicts[i]
 		ordinal := run.First + uint32(i)
@@ -73,9 +75,13 @@ func (a *attachment) storeBegin(req *wire.Request) *wire.Reply {
 			v.Code = wire.Pending
 			l.count.Stores.Pending++
 			fits = true
-		case !fits:
+		case !fits, stuck:
 			v.Code = wire.Declined
 			l.count.Stores.Declined++
+			if stuck {
+				l.count.Stores.Stuck++
+			}
+			fits = false
 		default:
 			ref, err := sp.Grant(k, parent, ordinal, noDisk)
 			if err != nil {
@@ -302,6 +308,11 @@ func (o *storeOp) expire(now time.Time) {
 		p := &o.parts[i]
 		if p.dropped && !p.ended {
 			o.passOver(p)
+			if late := o.copying(p); late != 0 && !o.stuck && !now.Before(p.until) {
+				o.stuck = true
+				o.g.l.log.Warn("ranks do not end their copies: their group stores nothing more until they do, or are dead",
+					"group", o.g.id, "op", o.op, "ranks", ranksOf(late))
+			}
 			continue
 		}
 		if p.ended || now.Before(p.until) {
@@ -325,6 +336,33 @@ func (o *storeOp) passOver(p *storePart) {
 			o.partDone(p, 1<<rank, false)
 		}
 	}
+}
+
+// copying gives the ranks that keep a slot draining: they are here, and in a copy.
+func (o *storeOp) copying(p *storePart) (ranks uint64) {
+	if p.ended || !p.dropped {
+		return 0
+	}
+	for late := p.expected &^ p.done; late != 0; late &= late - 1 {
+		rank := bits.TrailingZeros64(late)
+		if a := o.crew.members[rank]; !a.isGone && !a.idle() {
+			ranks |= 1 << rank
+		}
+	}
+	return ranks
+}
+
+// stuck says whether a rank is still in a copy whose time is over. Every slot that such
+// a group were granted would drain with it, whichever copy the rank is in.
+func (g *group) stuck() bool {
+	for _, o := range g.stores {
+		for i := range o.parts {
+			if o.stuck && o.copying(&o.parts[i]) != 0 {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // cancel ends an operation. From the coordinator with UNSENT: no rank knows it, so
