@@ -59,6 +59,11 @@ LIVES = {
         PACKED,
         [Topology(2, layout="LBHNC"), Topology(1, layout="LBHNC"), Topology(4, layout="LBHNC"), Topology(4, 2, 16, layout="LBHNC")],
     ),
+    # What the ranks fill with one block id is more than a chunk, or no multiple of one.
+    "wide": (
+        LATENT,
+        [Topology(4, 4, 1, block=32), Topology(2, 2, 16, block=48), Topology(4, 4, 64, block=64), Topology(1, block=64), Topology(2, 2, 32, block=32)],
+    ),
     "stages": (LATENT, [Topology(2, 2, 1, pp=2), Topology(1), Topology(1, pp=2)]),
 }
 
