@@ -15,12 +15,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,6 +70,14 @@ _SAMPLE_BYTES = 4096
 #: Places sampled per file at most. A safetensors file is sampled once in every
 #: tensor up to this number, so that a change confined to one layer is seen.
 _SAMPLES_PER_FILE = 4096
+#: A large tensor is sampled once in so many bytes, and at most so often.
+_SAMPLE_EVERY = 4 << 20
+_SAMPLES_PER_TENSOR = 16
+#: Tables of token embeddings up to this size are sampled in every row: tokens that are
+#: added or trained later change a few rows, and nothing else.
+_TABLE = re.compile(r"(?:.*[._])?(?:embed_tokens|wte|embed|embeddings?)\.weight")
+_TABLE_BYTES = 4 << 30
+_ROW_BYTES = 64
 
 #: Load formats whose bytes lie in local files that can be sampled.
 _LOCAL_FORMATS = frozenset(
@@ -124,7 +136,8 @@ def weights(vllm_config: VllmConfig) -> Weights:
     The digest covers, per weight file in sorted order: name, size, the
     safetensors header, and sampled pages; never a modification time, so a copy
     or a second download of the same checkpoint keeps its cache. What cannot be
-    read gives a random digest and ``memory_only``."""
+    read gives a random digest and ``memory_only``, and so does what changed after this
+    process began: the engine has read it before, and may have read something else."""
     load_format = str(vllm_config.load_config.load_format)
     if load_format == "dummy":
         return _unrecognisable("weights are generated (load_format dummy)")
@@ -135,6 +148,7 @@ def weights(vllm_config: VllmConfig) -> Weights:
     if speculative is not None and getattr(speculative, "draft_model_config", None):
         models.append(speculative.draft_model_config)
     h = hashlib.sha256()
+    began, changed = started_ns(), None
     try:
         for config in models:
             source = getattr(config, "model_weights", "") or config.model
@@ -145,9 +159,49 @@ def weights(vllm_config: VllmConfig) -> Weights:
                 _hash_file(h, name, path)
             if config.multimodal_config is not None:
                 _hash_processing(h, config)
+            changed = changed or _changed_since(began, source, config.revision, [p for _, p in files])
     except (OSError, ValueError) as e:
         return _unrecognisable(f"weights cannot be read ({e})")
+    if changed is not None:
+        return _unrecognisable(
+            f"{changed} changed after this process began, so what the engine has loaded may be "
+            "something else; start it again"
+        )
     return Weights(h.hexdigest())
+
+
+def started_ns() -> int:
+    """When this process began, in nanoseconds of the clock of files. What is younger than
+    that by less than the time that Python takes to start counts as older."""
+    try:
+        stat = Path("/proc/self/stat").read_bytes()
+        ticks = int(stat.rpartition(b")")[2].split()[19])
+        booted = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        return booted + ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK") + _PYTHON_NS
+    except (OSError, ValueError, IndexError, AttributeError):
+        return _IMPORTED_NS
+
+
+#: Covers the 10 ms in which the kernel counts, and a clock that was set a little.
+_PYTHON_NS = 100_000_000
+_IMPORTED_NS = time.time_ns()
+
+
+def _changed_since(began: int, source: str, revision: str | None, files: list[Path]) -> Path | None:
+    """A file of the checkpoint, a link on the way to it, or its directory, that changed
+    after ``began``; also when an older one was put in its place by a rename."""
+    root = Path(source).absolute()
+    if root.exists():
+        links = [p for p in (root, *root.parents) if p.is_symlink()]
+        watched = [root, *files]
+        stats = [(p, p.stat()) for p in watched] + [(p, p.lstat()) for p in [*links, *files]]
+        return next((p for p, st in stats if st.st_ctime_ns > began), None)
+    # A file of the hub's cache is named by its content, and may have been downloaded by
+    # this engine. But a branch may have gone on since.
+    snapshot = next(p for p in files[0].parents if p.parent.name == "snapshots")
+    branch = snapshot.parent.parent / "refs" / (revision or "main")
+    others = any(p != snapshot for p in snapshot.parent.iterdir())
+    return branch if others and branch.exists() and branch.stat().st_ctime_ns > began else None
 
 
 def _unrecognisable(reason: str) -> Weights:
@@ -267,8 +321,12 @@ def _hash_file(h: Any, name: str, path: Path) -> None:
         h.update(struct.pack("<IQ", len(encoded), size) + encoded)
         places: Iterator[int]
         if path.suffix == ".safetensors":
-            header, places = _safetensors_places(f, size)
+            header, tensors = _safetensors(f, size)
             h.update(header)
+            for t in tensors:
+                if t.rows and t.end - t.begin <= _TABLE_BYTES:
+                    _hash_rows(h, f, t)
+            places = _tensor_places(tensors)
         else:
             places = _even_places(size)
         for place in places:
@@ -276,7 +334,14 @@ def _hash_file(h: Any, name: str, path: Path) -> None:
             h.update(struct.pack("<Q", place) + f.read(_SAMPLE_BYTES))
 
 
-def _safetensors_places(f: Any, size: int) -> tuple[bytes, Iterator[int]]:
+class _Tensor(NamedTuple):
+    begin: int  # in the file
+    end: int
+    rows: int  # of a table of embeddings; else 0
+
+
+def _safetensors(f: Any, size: int) -> tuple[bytes, list[_Tensor]]:
+    """The header of a file and its tensors in order."""
     prefix = f.read(8)
     if len(prefix) < 8:
         raise ValueError(f"{f.name} is too short for a safetensors file")
@@ -284,16 +349,41 @@ def _safetensors_places(f: Any, size: int) -> tuple[bytes, Iterator[int]]:
     if length > size - 8:
         raise ValueError(f"{f.name} has a damaged safetensors header")
     header = f.read(length)
-    start = 8 + length
-    spans = [
-        tensor["data_offsets"]
-        for key, tensor in json.loads(header).items()
-        if key != "__metadata__"
-    ]
-    spans.sort()
-    step = max(1, -(-len(spans) // _SAMPLES_PER_FILE))
-    middles = (start + max(a, (a + b - _SAMPLE_BYTES) // 2) for a, b in spans[::step])
-    return header, middles
+    tensors = []
+    for name, tensor in json.loads(header).items():
+        if name != "__metadata__":
+            begin, end = (8 + length + x for x in tensor["data_offsets"])
+            shape = tensor["shape"]
+            is_table = len(shape) == 2 and shape[0] > 0 and _TABLE.fullmatch(name)
+            tensors.append(_Tensor(begin, end, shape[0] if is_table else 0))
+    return header, sorted(tensors)
+
+
+def _tensor_places(tensors: list[_Tensor]) -> Iterator[int]:
+    """The middle of every tensor, of large ones the middles of equal parts."""
+    step = max(1, -(-len(tensors) // _SAMPLES_PER_FILE))
+    sampled = tensors[::step]
+    most = max(1, min(_SAMPLES_PER_TENSOR, _SAMPLES_PER_FILE // max(1, len(sampled))))
+    for begin, end, _ in sampled:
+        n = min(most, max(1, (end - begin) // _SAMPLE_EVERY))
+        for i in range(n):
+            middle = begin + (end - begin) * (2 * i + 1) // (2 * n)
+            yield max(begin, middle - _SAMPLE_BYTES // 2)
+
+
+def _hash_rows(h: Any, f: Any, t: _Tensor) -> None:
+    """A few bytes from the middle of every row of a table."""
+    row = (t.end - t.begin) // t.rows
+    if not row:
+        return
+    a = max(0, (row - _ROW_BYTES) // 2)
+    f.seek(t.begin)
+    left, at_once = t.rows, max(1, (8 << 20) // row)
+    while left:
+        n = min(left, at_once)
+        rows = np.frombuffer(f.read(n * row), np.uint8).reshape(n, row)
+        h.update(np.ascontiguousarray(rows[:, a : a + _ROW_BYTES]))
+        left -= n
 
 
 def _even_places(size: int) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 # Before anything imports vLLM.
@@ -20,6 +21,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 pytest.importorskip("vllm")
 
 from engine import Engine  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def engines_begin_now(monkeypatch):
+    """One process holds many engines here, which all begin when it asks for them, and
+    writes their models. (Processes of their own look at their own start.)"""
+    from kvtier.vllm import identity
+
+    monkeypatch.setattr(identity, "started_ns", time.time_ns)
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,15 @@ change of a checkpoint at a time."""
 
 import copy
 import json
+import os
+import subprocess
+import sys
+import time
 
 import models
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -19,6 +24,9 @@ from vllm.config import (
 )
 
 from kvtier.vllm import identity
+
+#: Elsewhere in these tests an engine begins when it is asked for.
+REAL_STARTED_NS = identity.started_ns
 
 
 def model_config(path, **kw):
@@ -252,3 +260,150 @@ def test_processing_of_images_is_part_of_the_checkpoint(config, tmp_path):
         scales.write_text(content)
         seen.add(digest(config))
     assert len(seen) == 9
+
+
+def table(name="model.embed_tokens.weight", rows=1000, columns=96):
+    """A checkpoint of one tensor in two shapes of the same bytes."""
+    return {name: torch.arange(rows * columns, dtype=torch.int32).view(rows, columns)}
+
+
+@pytest.mark.parametrize(
+    "name, row, seen",
+    [
+        ("model.embed_tokens.weight", 3, True),
+        ("language_model.model.embed_tokens.weight", 998, True),
+        ("transformer.wte.weight", 500, True),
+        ("word_embeddings.weight", 40, True),
+        ("tok_embeddings.weight", 40, True),
+        ("model.layers.0.mlp.up_proj.weight", 500, True),  # where it is sampled
+        ("lm_head.weight", 3, False),  # reaches no KV, and a row of it is not looked for
+    ],
+)
+def test_a_row_of_the_embeddings_is_seen(config, tmp_path, name, row, seen):
+    config.model_config.model = str(models.write(tmp_path, "llama"))
+    at = tmp_path / "llama" / "model.safetensors"
+    before = table(name)
+    save_file(before, at)
+    one = digest(config)
+    assert one == digest(config)
+    before[name][row] += 1
+    save_file(before, at)
+    assert (digest(config) != one) == seen
+
+
+def test_a_large_tensor_is_sampled_in_many_places(config, tmp_path, monkeypatch):
+    """But no file in more than the bound, however many tensors it has."""
+    config.model_config.model = str(models.write(tmp_path, "llama"))
+    at = tmp_path / "llama" / "model.safetensors"
+    monkeypatch.setattr(identity, "_SAMPLE_EVERY", 64 << 10)
+    content = table("model.layers.0.mlp.up_proj.weight", 1024, 256)  # 1 MiB
+    save_file(content, at)
+    seen = {digest(config)}
+    flat = content["model.layers.0.mlp.up_proj.weight"].view(-1)
+    for part in range(16):
+        middle = (2 * part + 1) * len(flat) // 32
+        flat[middle] += 1
+        save_file(content, at)
+        seen.add(digest(config))
+        flat[middle] -= 1
+    assert len(seen) == 17
+    places = list(identity._tensor_places([identity._Tensor(i << 30, (i + 1) << 30, 0) for i in range(10000)]))
+    assert len(places) <= identity._SAMPLES_PER_FILE
+    places = list(identity._tensor_places([identity._Tensor(i << 30, (i + 1) << 30, 0) for i in range(1000)]))
+    assert 1000 <= len(places) <= identity._SAMPLES_PER_FILE
+
+
+def test_the_start_of_this_process():
+    """Against what ps computes."""
+    age_s = int(subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True).stdout)
+    began = REAL_STARTED_NS()
+    assert abs((time.time_ns() - began) / 1e9 - age_s) < 3
+    child = f"import runpy; print(runpy.run_path({identity.__file__!r})['started_ns']())"
+    before = time.time_ns()
+    out = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
+    assert before <= int(out) <= time.time_ns()
+
+
+def write(path, n=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(table(rows=10 + n), path)
+
+
+def swap_file(d):
+    write(d / "model.safetensors", 1)
+
+
+def older_file(d):
+    os.utime(d / "new.safetensors", ns=(1, 1))
+    os.rename(d / "new.safetensors", d / "model.safetensors")
+
+
+def swap_directory(d):
+    os.rename(d, d.parent / "old")
+    os.rename(d.parent / "other", d)
+
+
+def swap_link(d):
+    (d.parent / "link.new").symlink_to(d.parent / "other")
+    os.rename(d.parent / "link.new", d.parent / "link")
+
+
+@pytest.mark.parametrize(
+    "change, served",
+    [(swap_file, "model"), (older_file, "model"), (swap_directory, "model"), (swap_link, "link")],
+)
+def test_weights_that_change_during_the_start_stay_in_memory(config, tmp_path, monkeypatch, change, served):
+    """The engine has loaded what was there before, or what is there now."""
+    d = tmp_path / "model"
+    for path in (d / "model.safetensors", d / "new.safetensors", tmp_path / "other" / "model.safetensors"):
+        write(path, len(str(path)))
+    (tmp_path / "link").symlink_to(d)
+    config.model_config.model = str(tmp_path / served)
+    began = later(tmp_path)
+    monkeypatch.setattr(identity, "started_ns", lambda: began)
+    digest(config)
+    change(d)
+    found = identity.weights(config)
+    assert found.memory_only and found.digest != identity.weights(config).digest
+    assert str(tmp_path) in found.reason and "changed after this process began" in found.reason
+    began = later(tmp_path)
+    digest(config)
+
+
+def later(directory):
+    """A time that every file has before it, and none that is written from now on."""
+    probe = directory.parent / f"{directory.name}.probe"
+
+    def stamp():
+        probe.write_bytes(b"x")
+        return probe.stat().st_ctime_ns
+
+    first = stamp()
+    while (now := stamp()) <= first:
+        time.sleep(0.001)
+    return now - 1
+
+
+def test_a_model_that_the_engine_downloaded_itself(config, tmp_path, monkeypatch):
+    """Names in the hub's cache say the content; only a branch may go on."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    began = later(tmp_path)
+    monkeypatch.setattr(identity, "started_ns", lambda: began)
+    repo = tmp_path / "models--some--model"
+    one, two = "1" * 40, "2" * 40
+    write(repo / "snapshots" / one / "model.safetensors")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(one)
+    config.model_config.model, config.model_config.revision = "some/model", None
+    first = digest(config)
+    write(repo / "snapshots" / two / "model.safetensors", 1)
+    (repo / "refs" / "main").write_text(two)
+    found = identity.weights(config)
+    assert found.memory_only and "refs/main changed" in found.reason
+    config.model_config.revision = one
+    assert digest(config) == first
+    config.model_config.revision = None
+    began = later(tmp_path)
+    assert digest(config) != first
