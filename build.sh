@@ -101,7 +101,7 @@ test_all() {
   say "go test with invariants and the race detector"
   go test -race -tags invariants -timeout 20m ./...
   say "rank processes that end, stop or are slow at every step"
-  go test -tags 'ranksteps invariants' -timeout 10m -parallel 6 -run 'EachStep|BeforeItsGrants|Coordinator|PerChunk' ./tests/ranks
+  go test -tags 'ranksteps invariants' -timeout 10m -parallel 6 -run 'EachStep|InsideACopy|BeforeItsGrants|Coordinator|PerChunk' ./tests/ranks
   say "C99 and C++17 programs"
   cmake -S . -B build/cmake -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null
   cmake --build build/cmake >/dev/null

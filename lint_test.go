@@ -28,7 +28,7 @@ func TestSourceRules(t *testing.T) {
 		"internal/steps": {},
 		"internal/chunk": {"internal/sys", "internal/spawn"},
 		"internal/wire":  {"internal/chunk", "internal/sys", "internal/spawn"},
-		"dcp":            {},
+		"dcp":            {"internal/steps"},
 		"shm":            {"internal/wire", "internal/sys", "internal/spawn"},
 		"tier":           {"internal/chunk", "internal/sys", "internal/spawn"},
 		".":              {"dcp", "shm", "tier", "internal/chunk", "internal/wire", "internal/sys", "internal/spawn", "internal/steps"},

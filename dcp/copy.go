@@ -6,6 +6,8 @@ import (
 	"slices"
 	"sync/atomic"
 	"unsafe"
+
+	"github.com/kvtier/kvtier/internal/steps"
 )
 
 const (
@@ -311,6 +313,7 @@ func (m *mover) pieces(page, slot unsafe.Pointer, width int) bool {
 // may tells whether n more bytes, at most pieceBytes, are to be copied.
 func (m *mover) may(n int) bool {
 	if m.left < n {
+		steps.At(steps.CopyPiece)
 		if m.stop != nil && m.stop.Load() {
 			return false
 		}

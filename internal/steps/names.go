@@ -20,7 +20,11 @@ const (
 	LoadEnded   = "load ended"  // the end is reported to the leader, not to the host
 )
 
-// Store and Load list the steps.
+// CopyPiece comes in every copy, of a store or a load, before each MiB, whatever the
+// chunk.
+const CopyPiece = "copy piece"
+
+// Store and Load list the steps that every one has.
 var (
 	Store = []string{StoreBegun, StoreChunk, StoreCopied, StoreDone}
 	Load  = []string{LoadBegun, LoadChunk, LoadCopied, LoadWindow, LoadAsked, LoadAllDone, LoadEnded}

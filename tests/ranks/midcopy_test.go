@@ -12,19 +12,119 @@ import (
 	"github.com/kvtier/kvtier/internal/steps"
 )
 
-// A rank that is killed or stopped anywhere inside the copy of one chunk, which is large
-// enough to be met there.
-func TestRankAtEachStepInTheMiddleOfACopy(t *testing.T) {
-	const width = 128 << 10
-	wide := shape{D: 2, I: 2, B: 8, C: 24, Blocks: 5, Widths: []int{width}}
-	alone := shape{D: 1, I: 16, B: 16, C: 24, Blocks: 5, Widths: []int{width}}
-	random := rand.New(rand.NewPCG(seed(t), 3))
-	r := root{dir: t.TempDir(), slots: 12, slot: 24 * width, disk: 0.15, extra: shortLimits}
-	c := open(t, r.config("leader"))
-	s := &stage{t: t, c: c}
-	s.g = newGroup(t, c, "wide", wide, r.config)
-	s.witness = newGroup(t, c, "alone", alone, r.config)
+// Chunks of 3 MiB, of which each of two ranks copies 1.5: what is stopped at its second
+// look at the stop flag has copied two thirds of its rows.
+const (
+	wideRow = 128 << 10
+	inside  = 2
+)
+
+var (
+	wide  = shape{D: 2, I: 2, B: 8, C: 24, Blocks: 6, Widths: []int{wideRow}}
+	alone = shape{D: 1, I: 16, B: 16, C: 24, Blocks: 6, Widths: []int{wideRow}}
+)
+
+func newWideStage(t *testing.T) *stage {
+	r := root{dir: t.TempDir(), slots: 12, slot: 24 * wideRow, disk: 0.15, extra: shortLimits}
+	s := &stage{t: t, c: open(t, r.config("leader")), seed: 100}
+	s.g = newGroup(t, s.c, "wide", wide, r.config)
+	s.witness = newGroup(t, s.c, "alone", alone, r.config)
+	s.base = s.g.newPrefix(1, 2, 0)
+	s.g.store(s.base)
+	require.NoError(t, s.c.Flush(wait))
 	s.other, s.victim = s.g.ranks[0], s.g.ranks[1]
+	return s
+}
+
+// fillArena gives every slot that is free, or may be, other bytes.
+func (s *stage) fillArena() {
+	s.t.Helper()
+	for range 8 {
+		s.seed++
+		s.witness.store(s.witness.newPrefix(s.seed, 2, 0))
+		require.NoError(s.t, s.c.Flush(wait))
+	}
+}
+
+// A rank that is killed, stopped or late inside the copy of a chunk into its slot.
+func TestRankInsideACopyOfAStore(t *testing.T) {
+	for _, action := range []string{killed, frozen, late} {
+		t.Run(action, func(t *testing.T) {
+			s := newWideStage(t)
+			p := s.g.newPrefix(2, 2, 0)
+			s.g.fill(p)
+			op, _ := s.g.begin(p, 0)
+			require.Len(t, op.Grants, 2)
+			s.hold(steps.CopyPiece, inside)
+			answer := s.victim.send(request{Cmd: "store", Store: &op})
+			s.atStep(steps.CopyPiece)
+			s.other.call(request{Cmd: "store", Store: &op})
+			s.act(action)
+			if action == killed {
+				requireQuietBut(t, s, "draining")
+			} else {
+				require.Eventually(t, func() bool { return s.slots("draining") == 2 }, wait, time.Millisecond)
+			}
+			require.Zero(t, s.witness.lookup(p), "a part of a chunk is visible")
+			s.fillArena()
+			s.witness.store(s.witness.newPrefix(2, 2, 0))
+			if action == killed {
+				s.replace()
+			} else {
+				require.Equal(t, 2, s.slots("draining"), "slots were given away under a copy")
+				s.release(action)
+				<-answer
+			}
+			requireQuiet(t, s.c)
+			s.fillArena()
+			s.witness.load(s.witness.newPrefix(2, 2, 1))
+			s.g.load(s.base)
+			requireQuiet(t, s.c)
+		})
+	}
+}
+
+// A rank that is killed, stopped or late inside the copy of a chunk into its pages.
+func TestRankInsideACopyOfALoad(t *testing.T) {
+	for _, action := range []string{killed, frozen, late} {
+		t.Run(action, func(t *testing.T) {
+			s := newWideStage(t)
+			for _, r := range s.g.ranks {
+				r.call(request{Cmd: "wipe"})
+			}
+			s.hold(steps.CopyPiece, inside)
+			op := s.g.plan(s.base)
+			for _, r := range s.g.ranks {
+				r.call(request{Cmd: "load", Load: &op})
+			}
+			s.atStep(steps.CopyPiece)
+			s.act(action)
+			s.requirePages(s.other, s.other.event(op.Op))
+			after := s.other.call(request{Cmd: "sum"}).Sum
+			s.fillArena()
+			s.release(action)
+			if action == killed {
+				s.replace()
+			} else {
+				// Its slots were kept for it all the time, so what it reads at last is right.
+				s.requirePages(s.victim, s.victim.event(op.Op))
+				sum := s.victim.call(request{Cmd: "sum"}).Sum
+				s.fillArena()
+				require.Equal(t, sum, s.victim.call(request{Cmd: "sum"}).Sum, "pages were written after the engine was told")
+			}
+			require.Equal(t, after, s.other.call(request{Cmd: "sum"}).Sum, "pages were written after the engine was told")
+			requireQuiet(t, s.c)
+			s.g.load(s.base)
+			s.witness.load(s.witness.newPrefix(1, 2, 1))
+			requireQuiet(t, s.c)
+		})
+	}
+}
+
+// A rank that is killed or stopped anywhere inside a store of two large chunks.
+func TestRankAtEachStepOrBetween(t *testing.T) {
+	random := rand.New(rand.NewPCG(seed(t), 3))
+	s := newWideStage(t)
 	middle := 0
 	for round := range uint32(8) {
 		p := s.g.newPrefix(10+round, 2, 0)
@@ -52,7 +152,7 @@ func TestRankAtEachStepInTheMiddleOfACopy(t *testing.T) {
 			s.victim.thaw()
 			<-answer
 		}
-		requireQuiet(t, c)
+		requireQuiet(t, s.c)
 		s.witness.load(s.witness.newPrefix(10+round, 2, 1))
 		s.g.load(p)
 	}
