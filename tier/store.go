@@ -1,7 +1,6 @@
 package tier
 
 import (
-	"errors"
 	"fmt"
 	"log/slog"
 	"path/filepath"
@@ -345,89 +344,4 @@ func (s *Store) answer() {
 		s.mu.Unlock()
 		f()
 	}
-}
-
-// Namespace opens the directory of a namespace, making it if there is none, and
-// adopts what lies there. The same namespace gives the same Disk. It blocks on the
-// disk for a few small files.
-func (s *Store) Namespace(ns *chunk.Namespace) (*Disk, error) {
-	canonical, err := ns.Canonical()
-	if err != nil {
-		return nil, err
-	}
-	fp, err := ns.Fingerprint()
-	if err != nil {
-		return nil, err
-	}
-	layout, err := ns.Layout()
-	if err != nil {
-		return nil, err
-	}
-	s.opening.Lock()
-	defer s.opening.Unlock()
-	s.mu.Lock()
-	if s.closed {
-		s.mu.Unlock()
-		return nil, fmt.Errorf("disk tier of %s: %w", s.root.path, ErrClosed)
-	}
-	if need := layout.FileBytes + directorySlack; need > s.budget.limit-s.budget.limit/4 {
-		s.mu.Unlock()
-		return nil, fmt.Errorf("%d bytes in a cap of %d: %w", need, s.budget.limit, ErrTooBig)
-	}
-	n := s.findDir(chunk.DirName(ns.Model, fp), fp.String()[:32])
-	s.mu.Unlock()
-	if n != nil && n.disk != nil {
-		return n.disk, nil // set under opening only
-	}
-	if !s.own() {
-		return nil, fmt.Errorf("namespace %s: %w", chunk.DirName(ns.Model, fp), ErrOff)
-	}
-	made := false
-	if n == nil {
-		name := chunk.DirName(ns.Model, fp)
-		n = newNamespaceDir(s.root.path, name, fp.String()[:32])
-		if err := s.fs.Mkdir(n.path); err != nil && !exists(err) {
-			return nil, fmt.Errorf("namespace %s: %w", name, err)
-		} else if err != nil {
-			if st, err := s.fs.Lstat(n.path); err != nil || !st.Directory() {
-				return nil, fmt.Errorf("namespace %s: %w", name, errors.Join(err, ErrNotDirectory))
-			}
-			n.todo, n.left = []int{scanList}, 1 // came into being since the root was listed
-		} else {
-			made = true
-		}
-		s.addDir(n) // its bytes count even if the rest fails
-	}
-	rebuilt, err := checkSidecar(s.fs, n.path, canonical)
-	if err == nil && s.o.Durable {
-		// What was made by a run that was not durable, or in which a sync failed: later
-		// chunks there have to be.
-		err = errors.Join(syncDir(s.fs, n.path), syncDir(s.fs, s.root.path))
-	}
-	if err := errors.Join(err, s.countDir(n, scanList)); err != nil {
-		return nil, fmt.Errorf("namespace %s: %w", n.name, err)
-	}
-	if rebuilt {
-		s.count.add(&s.count.sidecars, 1)
-	}
-	if rebuilt && !made {
-		s.log.Warn("layout.json was missing or damaged, it is written anew and the chunks are used", "path", n.path)
-	}
-	d := &Disk{s: s, dir: n, layout: layout, fingerprint: fp, canonical: canonical, pending: map[chunk.Key]*writeJob{}}
-	s.bind(n, d)
-	return d, nil
-}
-
-// findDir looks for a directory of the fingerprint: its exact name first, else
-// one that somebody has renamed, for the part before the @ is for people only.
-func (s *Store) findDir(name, prefix string) (found *namespaceDir) {
-	for _, n := range s.dirs {
-		if n.name == name {
-			return n
-		}
-		if n.prefix == prefix {
-			found = n
-		}
-	}
-	return found
 }

@@ -137,6 +137,11 @@ func (j *writeJob) write(page []byte) error {
 		return ErrNoRoom
 	}
 	need := d.layout.FileBytes + directorySlack
+	s.mu.Lock()
+	if d.dir.dirBytes[scanList] == 0 { // somebody has taken it away, and it is made again
+		need += sidecarRoom(d.canonical)
+	}
+	s.mu.Unlock()
 	s.lookAtFree()
 	for again := false; ; again = true {
 		if err := s.reserve(d.dir, need); err != nil {

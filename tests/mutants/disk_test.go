@@ -200,4 +200,11 @@ var diskMutants = []mutant{
 		new:  "\t\t\ts.mu.Unlock()\n\t\t\treturn took, nil\n",
 		pkg:  "tier", run: "^TestNameThatCannotBeSynced$",
 	},
+	{
+		name: "namespace opened beyond the cap",
+		file: "tier/opening.go",
+		old:  "if err = s.reserve(n, need); err == nil {",
+		new:  "if err = s.reserve(n, 0); err == nil {",
+		pkg:  "tier", run: "^TestCapHoldsWhenANamespaceOpens$",
+	},
 }
