@@ -271,20 +271,28 @@ func (d *Disk) wrongSize(k chunk.Key, seen *sys.Stat) error {
 // openChunk opens a file for the transfer of buf, past the page cache where the
 // file system and the buffer allow it.
 func (s *Store) openChunk(path string, flags sys.OpenFlag, buf []byte) (f OpenFile, direct bool, err error) {
-	if s.direct.Load() && aligned(buf) {
-		f, err = s.fs.Open(path, flags|sys.OpenDirect)
-		if !invalid(err) {
-			return f, true, err
-		}
-		s.refuseDirect()
-		if flags&sys.OpenCreate != 0 { // some file systems make the file before they refuse
-			if err := s.fs.Unlink(path); err != nil && !absent(err) {
-				return nil, false, err
-			}
+	if !s.direct.Load() || !aligned(buf) {
+		f, err = s.fs.Open(path, flags)
+		return f, false, err
+	}
+	f, err = s.fs.Open(path, flags|sys.OpenDirect)
+	if !invalid(err) {
+		return f, true, err
+	}
+	create := flags&sys.OpenCreate != 0
+	if create { // some file systems make the file before they refuse
+		if err := s.fs.Unlink(path); err != nil && !absent(err) {
+			return nil, false, err
 		}
 	}
-	f, err = s.fs.Open(path, flags)
-	return f, false, err
+	if f, err = s.fs.Open(path, flags); err != nil {
+		return nil, false, err
+	}
+	// A pipe in place of the file is refused as well, and says nothing of the others.
+	if st, err := f.Stat(); create || err == nil && st.Regular() {
+		s.refuseDirect()
+	}
+	return f, false, nil
 }
 
 // refuseDirect remembers that this file system has no direct I/O.
