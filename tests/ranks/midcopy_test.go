@@ -36,13 +36,18 @@ func newWideStage(t *testing.T) *stage {
 	return s
 }
 
-// fillArena gives every slot that is free, or may be, other bytes.
+// fillArena gives every slot that is free, or may be, other bytes, for longer than the
+// leader takes between two looks at what is late.
 func (s *stage) fillArena() {
 	s.t.Helper()
+	end := time.Now().Add(1500 * time.Millisecond)
 	for range 8 {
 		s.seed++
 		s.witness.store(s.witness.newPrefix(s.seed, 2, 0))
 		require.NoError(s.t, s.c.Flush(wait))
+	}
+	for first := true; first || time.Now().Before(end); first = false {
+		s.witness.load(s.witness.newPrefix(s.seed, 2, 1))
 	}
 }
 
