@@ -176,7 +176,8 @@ func (l *leader) hurry() {
 // close ends all operations, then hashes and writes what is dirty, all within
 // timeout. No attachment may be served any more. It does not close the root.
 func (l *leader) close(timeout time.Duration) error {
-	limit := time.Now().Add(timeout)
+	began := time.Now()
+	limit, drained := began.Add(timeout), began.Add(timeout/5*3)
 	l.lock()
 	if l.closed && l.spaces == nil {
 		l.unlock()
@@ -202,9 +203,10 @@ func (l *leader) close(timeout time.Duration) error {
 
 	awaitReopened(reopened, timeout/4)
 
-	// Chunks that are being hashed, or wait for room in the queue, still go to disk.
+	// Chunks that are being hashed, or wait for room in the queue, still go to disk; but
+	// the disk tier needs time of its own, should a write hang.
 	for _, sp := range spaces {
-		for l.draining(sp) && time.Now().Before(limit) {
+		for l.draining(sp) && time.Now().Before(drained) {
 			time.Sleep(time.Millisecond)
 		}
 	}
