@@ -52,13 +52,6 @@ const (
 	forRoom        // one more pin would be over the caps
 )
 
-// loadWait is a LOAD_WAIT that is not answered.
-type loadWait struct {
-	rank  int
-	first int
-	deferral
-}
-
 // Bounds of the loads that run at once. A group has as many as a rank queues; all of
 // them together are of no more chunks than the pages of a very large engine hold, and
 // what is over that is answered BUSY, which is a miss. All groups have four times that.
@@ -260,75 +253,6 @@ func (o *loadOp) decide(i int, turn bool) bool {
 	return true
 }
 
-// startReads begins the disk reads of the open window, and waits for those of others.
-// There are no more than what they bring may be pinned.
-func (o *loadOp) startReads(turn bool) {
-	room := o.room(turn)
-	for i := o.decided; i < min(o.to, o.unreadable); i++ {
-		p := o.sp.Look(o.keys[i])
-		ref := p.Ref
-		switch {
-		case p.State == tier.Filling, p.State == tier.Ready:
-			if !o.owner.counts(ref.Slot) {
-				room--
-			}
-		case p.State == tier.Free && p.OnDisk:
-			if room--; room < 0 {
-				if i == o.decided { // else the end of a read brings it on
-					o.wait(forRoom)
-				}
-				return
-			}
-			var err error
-			if turn && o.sp.dryAt == o.sp.l.round {
-				err = tier.ErrNoSlot
-			} else {
-				ref, err = o.sp.read(o.keys[i], o.first+uint32(i))
-			}
-			if err != nil {
-				o.sp.dryAt = o.sp.l.round
-				o.wait(forSlot)
-				return
-			}
-		default:
-			continue
-		}
-		if f := o.sp.fills[ref.Slot]; f != nil && f.ref == ref && o.reading[i-o.from] != f {
-			o.stopReading(i)
-			o.reading[i-o.from] = f
-			f.addLoad(o, i)
-		}
-	}
-}
-
-// stopReading takes the load away from the read of one chunk of the window.
-func (o *loadOp) stopReading(i int) {
-	if f := o.reading[i-o.from]; f != nil {
-		delete(f.loads, o)
-		o.reading[i-o.from] = nil
-	}
-}
-
-// readAhead starts the reads of the next window while the ranks copy this one, if
-// the arena has room to spare: nothing keeps what they bring until it opens.
-func (o *loadOp) readAhead() {
-	if o.decided == o.total || o.sp.Available() < 4*len(o.busy) {
-		return
-	}
-	for i := o.to; i < min(o.to+len(o.busy), o.total); i++ {
-		p := o.sp.Look(o.keys[i])
-		if p.State != tier.Free {
-			continue
-		}
-		if !p.OnDisk {
-			return
-		}
-		if _, err := o.sp.read(o.keys[i], o.first+uint32(i)); err != nil {
-			return
-		}
-	}
-}
-
 // lacksSlots says whether a load waits for a slot, which may come from memory that is
 // being allocated and tells nobody.
 func (l *leader) lacksSlots() bool {
@@ -358,23 +282,6 @@ func (l *leader) feed() {
 		le.refill()
 	}
 	l.freed = false // whatever the tries themselves gave up they had before
-}
-
-// fillEnded is told how the disk read of a chunk of this window ended.
-func (o *loadOp) fillEnded(i int, f *fill, ok bool) {
-	if i < o.from || i >= o.to || o.reading[i-o.from] != f {
-		return
-	}
-	o.reading[i-o.from] = nil
-	if i < o.decided {
-		return
-	}
-	if !ok {
-		o.unreadable = min(o.unreadable, i)
-	}
-	if i == o.decided {
-		o.progress(false)
-	}
 }
 
 // failFrom makes every verdict FAILED that is not decided, from i on. What is
@@ -410,70 +317,6 @@ func (o *loadOp) dropLease(from, to int) {
 	if o.lease != nil {
 		o.lease.drop(o.leaseOffset+from, min(o.leaseOffset+to, len(o.lease.keys)))
 	}
-}
-
-// loadWait is answered when the verdict over the index it names is decided.
-func (a *attachment) loadWait(req *wire.Request, reply func(*wire.Reply)) *wire.Reply {
-	g := a.group
-	if g == nil || a.rank < 0 {
-		return refusal(req, wire.StatusRefused)
-	}
-	o := g.loads[req.Op]
-	if o == nil || o.crew.members[a.rank] != a {
-		return refusal(req, wire.StatusStale)
-	}
-	if int64(req.First) >= int64(o.total) || o.ended>>a.rank&1 != 0 {
-		return refusal(req, wire.StatusRefused)
-	}
-	r := answer(req)
-	w := loadWait{rank: a.rank, first: int(req.First), deferral: deferral{reply: reply, message: r}}
-	if o.fillIn(&w) {
-		return r
-	}
-	if req.Timeout > 0 {
-		w.until = a.l.now().Add(min(req.Timeout, longestDeferral))
-	}
-	o.waits = append(o.waits, w)
-	a.l.hurry()
-	return nil
-}
-
-// fillIn puts the verdicts that are decided into the reply.
-func (o *loadOp) fillIn(w *loadWait) bool {
-	if w.first >= o.decided {
-		return false
-	}
-	to := min(o.decided, w.first+len(o.busy))
-	w.message.Verdicts = o.verdictsOf(w.first, to)
-	return true
-}
-
-func (o *loadOp) answerWaits() {
-	kept := o.waits[:0]
-	for _, w := range o.waits {
-		if o.fillIn(&w) {
-			o.sp.l.send(w.reply, w.message)
-		} else {
-			kept = append(kept, w)
-		}
-	}
-	clear(o.waits[len(kept):])
-	o.waits = kept
-}
-
-// dismiss answers a rank's waits with a status.
-func (o *loadOp) dismiss(which func(*loadWait) bool, status wire.Status) {
-	kept := o.waits[:0]
-	for _, w := range o.waits {
-		if which(&w) {
-			w.message.Status = status
-			o.sp.l.send(w.reply, w.message)
-		} else {
-			kept = append(kept, w)
-		}
-	}
-	clear(o.waits[len(kept):])
-	o.waits = kept
 }
 
 // loadDone takes in which chunks a rank has finished with, or that it has ended
