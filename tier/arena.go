@@ -15,6 +15,11 @@ const (
 	minSlots = 4
 	maxSlots = 1 << 31
 
+	// firstSlots are allocated before the Space opens, if they are small: who puts some
+	// chunks at once finds them in DRAM afterwards, and not the first ones evicted for
+	// the last because growing has not begun.
+	firstSlots = 16
+
 	// aheadSlots and aheadBytes say how much is kept allocated and free: what one
 	// step of an engine stores at once (16,384 tokens in chunks of 256), since a
 	// grant cannot wait for the allocation and what is declined in a prompt's only

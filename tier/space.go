@@ -161,10 +161,11 @@ func (s *Space) open() error {
 		s.table, err = OpenTable(s.tableSegment)
 	}
 	if err == nil {
-		s.fresh, s.growing = minSlots, minSlots
+		first := max(minSlots, min(n, firstSlots, int(growStep/s.slotBytes)))
+		s.fresh, s.growing = uint32(first), first
 		s.attached.Store(true)
 		s.pool.join(s)
-		if err = s.growBy(0, minSlots); err != nil {
+		if err = s.growBy(0, first); err != nil {
 			s.pool.leave(s)
 		}
 	}
