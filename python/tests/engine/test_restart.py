@@ -34,7 +34,8 @@ def story(stage):
         life.kill()
     told["after the kill"] = sorted(p.name for p in (stage.root / "run").iterdir())
     told["in /dev/shm"] = [n for n in os.listdir("/dev/shm") if "kvtier" in n]
-    stale = stage.chunk_files()[0].with_name(f"{'ab' * 32}.{'0' * 15}1.1.tmp")
+    stale = stage.chunk_files()[0].parents[1] / "ab" / f"{'ab' * 32}.{'0' * 15}1.1.tmp"
+    stale.parent.mkdir(exist_ok=True)
     stale.write_bytes(b"x" * 4096)
     told["stale"] = stale
     with stage.live() as life:
