@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .identity import hash_text
+
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -290,19 +292,14 @@ def item_digest(modality: str, item: Any) -> bytes:
     name, each with type, shape and bytes. Raises NotIdentified for what has no bytes of
     its own."""
     h = hashlib.sha256()
-    _text(h, modality)
+    hash_text(h, modality)
     tensors = 0
     for name in sorted(item):
-        _text(h, name)
+        hash_text(h, name)
         tensors += _update(h, item[name].data)
     if not tensors:
         raise NotIdentified("a multimodal item holds no tensor")
     return h.digest()
-
-
-def _text(h: Any, text: str) -> None:
-    encoded = text.encode()
-    h.update(struct.pack("<Q", len(encoded)) + encoded)
 
 
 def _update(h: Any, value: Any) -> int:
@@ -311,13 +308,13 @@ def _update(h: Any, value: Any) -> int:
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             raise NotIdentified(f"a multimodal item lies on {value.device.type}, not in memory")
-        _text(h, f"tensor {value.dtype} {tuple(value.shape)}")
+        hash_text(h, f"tensor {value.dtype} {tuple(value.shape)}")
         h.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
         return int(value.numel() > 0)
     if isinstance(value, (list, tuple)):
-        _text(h, f"list {len(value)}")
+        hash_text(h, f"list {len(value)}")
         return sum(_update(h, v) for v in value)
     if value is None or isinstance(value, (bool, int, float, str)):
-        _text(h, f"{type(value).__name__} {value!r}")
+        hash_text(h, f"{type(value).__name__} {value!r}")
         return 0
     raise NotIdentified(f"a multimodal item holds a {type(value).__name__}")

@@ -305,11 +305,13 @@ def _hash_processing(h: Any, config: Any) -> None:
         files["mm_encoder_fp8_scale_path"] = Path(scales)
     for name, path in files.items():
         if path.exists():
-            _text(h, name)
-            _text(h, json.dumps(json.loads(path.read_bytes()), sort_keys=True))
+            hash_text(h, name)
+            hash_text(h, json.dumps(json.loads(path.read_bytes()), sort_keys=True))
 
 
-def _text(h: Any, text: str) -> None:
+def hash_text(h: Any, text: str) -> None:
+    """Hashes a text with its length before it, so that it cannot be taken for a part of
+    another one."""
     encoded = text.encode()
     h.update(struct.pack("<Q", len(encoded)) + encoded)
 

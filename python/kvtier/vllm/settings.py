@@ -7,7 +7,7 @@ It is strict, because a misspelt limit that is silently ignored fills a disk.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,7 @@ class Settings:
             elif key in LIBRARY_SETTINGS:
                 library[key] = value
             else:
-                raise SettingsError(f"unknown setting {key!r}; the nearest one is {_nearest(key)!r}")
+                raise SettingsError(f"unknown setting {key!r}; the nearest one is {nearest(key, _OWN.keys() | LIBRARY_SETTINGS)!r}")
         return cls(library=library, **values)
 
     @property
@@ -84,10 +84,9 @@ class Settings:
         return float(value) if isinstance(value, (int, float)) else default
 
 
-def _nearest(key: str) -> str:
-    known = sorted(set(_OWN) | LIBRARY_SETTINGS)
-    near = difflib.get_close_matches(str(key).lower(), known, n=1, cutoff=0.0)
-    return near[0]
+def nearest(key: object, known: Iterable[str]) -> str:
+    """The one of ``known`` that somebody who wrote ``key`` probably means."""
+    return difflib.get_close_matches(str(key).lower(), sorted(known), n=1, cutoff=0.0)[0]
 
 
 def _whole(least: int, most: int) -> Callable[[str, Any], int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .settings import nearest
 from .stats import logger
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def _read(mine: Any) -> Wishes:
     known = Wishes._fields
     for key in mine:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            return _not_understood(f"has the unknown key {key!r:.80}; the nearest one is {near!r}")
+            return _not_understood(f"has the unknown key {key!r:.80}; the nearest one is {nearest(key, known)!r}")
     asked = Wishes()
     for key, value in mine.items():
         if not isinstance(value, bool):
