@@ -73,6 +73,22 @@ func (s *stage) atStep(step string) {
 	}
 }
 
+// holdInLoad has all ranks load the base into pages without it, and the victim stop at
+// a step, the nth time it comes there.
+func (s *stage) holdInLoad(step string, nth int) kvtier.LoadOp {
+	s.t.Helper()
+	for _, r := range s.g.ranks {
+		r.call(request{Cmd: "wipe"})
+	}
+	s.hold(step, nth)
+	op := s.g.plan(s.base)
+	for _, r := range s.g.ranks {
+		r.call(request{Cmd: "load", Load: &op})
+	}
+	s.atStep(step)
+	return op
+}
+
 // act does to the victim what it is about.
 func (s *stage) act(action string) {
 	s.t.Helper()
@@ -260,16 +276,8 @@ func TestRankAtEachStepOfALoad(t *testing.T) {
 				t.Parallel()
 				s := newStage(t)
 				require.NoError(t, s.c.Flush(wait))
-				for _, r := range s.g.ranks {
-					r.call(request{Cmd: "wipe"})
-				}
 				nth := map[string]int{steps.LoadChunk: deathWindow + 2, steps.LoadCopied: 2, steps.LoadWindow: 2, steps.LoadAsked: 2}[step]
-				s.hold(step, max(nth, 1))
-				op := s.g.plan(s.base)
-				for _, r := range s.g.ranks {
-					r.call(request{Cmd: "load", Load: &op})
-				}
-				s.atStep(step)
+				op := s.holdInLoad(step, max(nth, 1))
 				s.act(action)
 
 				// The other rank hears in bounded time; what it says is in its pages.
@@ -337,24 +345,18 @@ func TestLeaderDiesAtEachStep(t *testing.T) {
 			s.other, s.victim = s.g.ranks[0], s.g.ranks[1]
 
 			store := step[:5] == "store"
-			s.hold(step, 1)
 			var answer <-chan line
 			var op kvtier.LoadOp
 			if store {
 				p := s.g.newPrefix(2, 3, 0)
 				s.g.fill(p)
 				plan, _ := s.g.begin(p, 0)
+				s.hold(step, 1)
 				answer = s.victim.send(request{Cmd: "store", Store: &plan})
+				s.atStep(step)
 			} else {
-				for _, r := range s.g.ranks {
-					r.call(request{Cmd: "wipe"})
-				}
-				op = s.g.plan(s.base)
-				for _, r := range s.g.ranks {
-					r.call(request{Cmd: "load", Load: &op})
-				}
+				op = s.holdInLoad(step, 1)
 			}
-			s.atStep(step)
 			leader.kill()
 			require.Eventually(t, func() bool { return s.g.k.Session() == 0 }, wait, time.Millisecond)
 			require.Equal(t, -1, s.g.lookup(s.base), "without a leader there are only misses")

@@ -94,15 +94,7 @@ func TestRankInsideACopyOfALoad(t *testing.T) {
 	for _, action := range []string{killed, frozen, late} {
 		t.Run(action, func(t *testing.T) {
 			s := newWideStage(t)
-			for _, r := range s.g.ranks {
-				r.call(request{Cmd: "wipe"})
-			}
-			s.hold(steps.CopyPiece, inside)
-			op := s.g.plan(s.base)
-			for _, r := range s.g.ranks {
-				r.call(request{Cmd: "load", Load: &op})
-			}
-			s.atStep(steps.CopyPiece)
+			op := s.holdInLoad(steps.CopyPiece, inside)
 			s.act(action)
 			s.requirePages(s.other, s.other.event(op.Op))
 			after := s.other.call(request{Cmd: "sum"}).Sum

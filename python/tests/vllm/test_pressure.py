@@ -16,6 +16,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 from engine import MAX_LEN, Engine, mix, slot_bytes
@@ -246,10 +247,15 @@ def engine(extra: dict, **kw) -> Engine:
     )
 
 
-def show(capsys, crowd: Crowd, seed: int) -> None:
+@pytest.fixture(autouse=True)
+def seed():
+    print(f"KVTIER_PRESSURE_SEED={SEED}")  # pytest shows it where a test fails
+
+
+def show(capsys, crowd: Crowd) -> None:
     ours = {k: v for k, v in crowd.engine.counts.items() if isinstance(v, int) and v}
     with capsys.disabled():
-        print(f"\nKVTIER_PRESSURE_SEED={seed} {dict(sorted(crowd.counts.items()))} {ours}")
+        print(f"\nKVTIER_PRESSURE_SEED={SEED} {dict(sorted(crowd.counts.items()))} {ours}")
 
 
 def disk(tmp_path, slots: int) -> dict:
@@ -262,35 +268,22 @@ def disk(tmp_path, slots: int) -> dict:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_pressure(tmp_path, capsys, asynchronous):
-    e = engine(disk(tmp_path, 80), async_scheduling=asynchronous)
-    try:
-        crowd = Crowd(e, SEED)
-        crowd.press(SECONDS / 6, PRESSURE | NEW_WEIGHTS)
-        crowd.drain()
-        crowd.verdict()
-        show(capsys, crowd, SEED)
-    except BaseException:
-        print(f"KVTIER_PRESSURE_SEED={SEED}")
-        raise
-    finally:
-        e.close()
+    with closing(engine(disk(tmp_path, 80), async_scheduling=asynchronous)) as e:
+        press(capsys, Crowd(e, SEED), PRESSURE | NEW_WEIGHTS)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_pressure_on_the_disk(tmp_path, capsys, asynchronous):
     """What is found was evicted from DRAM before, and the disk has to evict as well."""
-    e = engine(disk(tmp_path, 160), async_scheduling=asynchronous)
-    try:
-        crowd = Crowd(e, SEED, p_connector=0.0, documents=MANY_DOCUMENTS)
-        crowd.press(SECONDS / 6, PRESSURE | DISK)
-        crowd.drain()
-        crowd.verdict()
-        show(capsys, crowd, SEED)
-    except BaseException:
-        print(f"KVTIER_PRESSURE_SEED={SEED}")
-        raise
-    finally:
-        e.close()
+    with closing(engine(disk(tmp_path, 160), async_scheduling=asynchronous)) as e:
+        press(capsys, Crowd(e, SEED, p_connector=0.0, documents=MANY_DOCUMENTS), PRESSURE | DISK)
+
+
+def press(capsys, crowd: Crowd, wanted: dict[str, int]) -> None:
+    crowd.press(SECONDS / 6, wanted)
+    crowd.drain()
+    crowd.verdict()
+    show(capsys, crowd)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -338,10 +331,7 @@ def test_pressure_while_the_leader_is_stopped_and_killed(tmp_path, capsys, async
         leader.go_on()
         crowd.verdict()
         assert not leader.settled(), "the leader still holds something for this engine"
-        show(capsys, crowd, SEED)
-    except BaseException:
-        print(f"KVTIER_PRESSURE_SEED={SEED}")
-        raise
+        show(capsys, crowd)
     finally:
         if leader.alive:
             leader.go_on()
