@@ -356,8 +356,11 @@ func (o *storeOp) copying(p *storePart) (ranks uint64) {
 // a group were granted would drain with it, whichever copy the rank is in.
 func (g *group) stuck() bool {
 	for _, o := range g.stores {
+		if !o.stuck {
+			continue // every offer asks, and hardly one store has a late rank
+		}
 		for i := range o.parts {
-			if o.stuck && o.copying(&o.parts[i]) != 0 {
+			if o.copying(&o.parts[i]) != 0 {
 				return true
 			}
 		}
