@@ -15,10 +15,10 @@ const scanWait = time.Second
 // Close ends the tier: no new work is taken, queued writes are written, removed
 // files unlinked and mtimes brought up to date as far as the time allows, the
 // rest is refused. One write that hangs does not cost the others what they have: a
-// fifth of the time is kept for the end. It returns
-// in time even if a read never comes back; then the error says so, and the
-// buffers of such reads and writes must stay mapped. It is an error, too, when the file
-// of a removed chunk is left: the next start would find it.
+// fifth of the time is kept for the end. It returns in time even if a read never comes
+// back; then the error says so, and the buffers of such reads and writes must stay
+// mapped. It is an error, too, when the file of a removed chunk is left: the next start
+// would find it.
 func (s *Store) Close(timeout time.Duration) error {
 	began := time.Now()
 	deadline, drained := began.Add(timeout), began.Add(timeout/5*4)

@@ -42,8 +42,9 @@ type StoreStats struct {
 	Corrupt  map[string]uint64 `json:"corrupt"`  // proved: size, footer, magic, field, key, fingerprint, lengths, groups, payload
 	Dropped  map[string]uint64 `json:"dropped"`  // chunks that will not be written: io, removed, newer, size, closed
 	// Attempts that came too early: the chunk was not taken, or its write found no room
-	// or a tier that went off: dirty (the queue is full), room, off, removed. The chunk stays in DRAM and is offered again, so one chunk may count
-	// often; what is evicted before its turn counts in the arena, as evicted_dirty.
+	// or a tier that went off: dirty (the queue is full), room, off, removed. The chunk
+	// stays in DRAM and is offered again, so one chunk may count often; what is evicted
+	// before its turn counts in the arena, as evicted_dirty.
 	Postponed map[string]uint64 `json:"postponed"`
 	Errors    map[string]uint64 `json:"errors"` // by errno
 

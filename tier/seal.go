@@ -142,7 +142,8 @@ func (s *Space) offer(i uint32) bool {
 
 // enqueue offers a chunk to the disk tier behind those that wait already. Its queue is
 // bounded, and a burst of stores is faster than a disk: what is not taken is offered
-// again when a write ends, or after a while. Until then it may be evicted like any other dirty chunk.
+// again when a write ends, or after a while. Until then it may be evicted like any other
+// dirty chunk.
 func (s *Space) enqueue(r Ref) {
 	if len(s.backlog) >= len(s.slots) {
 		s.backlog = slices.DeleteFunc(s.backlog, func(r Ref) bool { return !s.unwritten(r) })
