@@ -41,6 +41,7 @@ var (
 var (
 	errForeign  = fmt.Errorf("something else stands in the place of a file of the cache: %w", syscall.ENOTDIR)
 	errSlow     = errors.New("slower than a read may be")
+	errShort    = fmt.Errorf("fewer bytes arrived than were written: %w", ErrIO)
 	errLostRoot = errors.New("the lock file is no longer in the root, somebody has deleted or replaced it")
 
 	errLockTaken = errors.New("another process has locked the root while it was away")

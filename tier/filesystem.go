@@ -84,8 +84,11 @@ func noSpace(err error) bool {
 func errnoName(err error) string {
 	var errno syscall.Errno
 	if !errors.As(err, &errno) {
-		if errors.Is(err, errSlow) {
+		switch {
+		case errors.Is(err, errSlow):
 			return "slow"
+		case errors.Is(err, errShort):
+			return "short"
 		}
 		return "other"
 	}

@@ -110,3 +110,21 @@ func TestToolsLeaveWhatLooksLikeTemps(t *testing.T) {
 		require.NoError(t, err)
 	}
 }
+
+// Somebody cuts a file between its last byte and its name.
+func TestFileCutWhileItIsWritten(t *testing.T) {
+	fs := &faultFS{}
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs, Durable: true}).scanned()
+	fs.set(func(call, path string) error {
+		if call == "sync" && strings.HasSuffix(path, ".tmp") && strings.Contains(path, chunk.SubDir(shelfKey(1))) {
+			require.NoError(t, os.Truncate(path, 100))
+		}
+		return nil
+	})
+	require.ErrorIs(t, h.put(1), ErrIO)
+	require.Equal(t, map[string]uint64{"short": 1}, h.store.Stats().Errors)
+	require.NoFileExists(t, h.file(1))
+	fs.set(nil)
+	require.NoError(t, h.put(1))
+	require.NoError(t, h.get(1))
+}

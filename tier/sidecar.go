@@ -69,7 +69,7 @@ func writeDurably(fs Filesystem, path string, b []byte) (err error) {
 			return fmt.Errorf("write %s: %w", path, err)
 		}
 		if n == 0 {
-			return fmt.Errorf("write %s: nothing written: %w", path, ErrIO)
+			return fmt.Errorf("write %s: %w", path, errShort)
 		}
 		off += n
 	}

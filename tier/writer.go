@@ -282,7 +282,7 @@ func (j *writeJob) writeTemp(temp string, page []byte, stamp int64) (st sys.Stat
 		err = cerr
 	}
 	if err == nil && st.Size != d.layout.FileBytes {
-		err = fmt.Errorf("%d bytes arrived of %d: %w", st.Size, d.layout.FileBytes, ErrIO)
+		err = fmt.Errorf("%d bytes of %d: %w", st.Size, d.layout.FileBytes, errShort)
 	}
 	return st, true, err
 }
@@ -296,7 +296,7 @@ func writeFull(f OpenFile, payload, page []byte) error {
 			return err
 		}
 		if got == 0 {
-			return fmt.Errorf("nothing was written: %w", ErrIO)
+			return errShort
 		}
 		n = advance(n, got, total)
 	}
