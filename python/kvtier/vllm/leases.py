@@ -96,6 +96,10 @@ class Patience:
             return self._most_s
         return min(self._most_s, tokens / self._tokens_per_s)
 
+    def measured(self, tokens: int) -> float:
+        """Like seconds(), but 0 as long as nothing was measured."""
+        return self.seconds(tokens) if self._tokens_per_s else 0.0
+
 
 class Leases:
     """All questions to the leader about what it holds. Nothing here waits, but for

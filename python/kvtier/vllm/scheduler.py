@@ -3,8 +3,8 @@
 Runs in vLLM's scheduler process, as a member that never leads, on the
 scheduler's thread alone. It holds no pages and copies nothing. Every call is
 O(changes) and every wait is bounded: 1 ms for what a request brings besides tokens,
-1 ms for the first answer of a lookup, 2 ms for all offers of a step, 3 ms for the begin
-of a load.
+1 ms for the first answer of a lookup, 2 ms or a fiftieth of its expected time for all
+offers of a step, 3 ms for the begin of a load.
 """
 
 from __future__ import annotations
@@ -410,7 +410,8 @@ class SchedulerHalf:
         for t in [self._tracked[i] for i in self._unread]:
             self._identify(t)
         self._leases.renew((t.incarnation for t in self._tracked.values()), session, now)
-        self._storing.step(self._coordinator, session, self._tracked, output, meta)
+        step_s = self._patience.measured(output.total_num_scheduled_tokens)
+        self._storing.step(self._coordinator, session, self._tracked, output, meta, step_s)
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id, session, now)
 

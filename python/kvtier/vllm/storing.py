@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from vllm.v1.core.sched.output import SchedulerOutput
 
-#: What all offers of a step together may wait for their answers.
+#: What all offers of a step together may wait for their answers: so long, or this share
+#: of the time that the step is going to take. The last step of a prompt has no other
+#: chance, and one of a second is not noticeably longer for a few milliseconds.
 STORE_WAIT_S = 0.002
+STORE_WAIT_SHARE = 0.02
 
 
 class Storing:
@@ -64,9 +67,11 @@ class Storing:
         tracked: Mapping[str, Tracked],
         output: SchedulerOutput,
         meta: KVTierMetadata,
+        step_s: float,
     ) -> None:
-        """Offers what the step completes, and adds to ``meta`` what was granted. Raises
-        after the rest is done when the plan of a request failed."""
+        """Offers what the step completes, and adds to ``meta`` what was granted.
+        ``step_s``: what it is expected to take, 0 when that is not known. Raises after
+        the rest is done when the plan of a request failed."""
         offers: list[tuple[Tracked, int, kvtier.StoreRequest]] = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             t = tracked.get(request_id)
@@ -87,7 +92,8 @@ class Storing:
         if not offers:
             return
         try:
-            answered, verdicts = coordinator.store_begin([o for _, _, o in offers], STORE_WAIT_S)
+            wait_s = max(STORE_WAIT_S, STORE_WAIT_SHARE * step_s)
+            answered, verdicts = coordinator.store_begin([o for _, _, o in offers], wait_s)
         except kvtier.Error as e:  # the leader is going
             logger.debug("kvtier: nothing is stored in this step: %s", e)
             self._stats.add("store_timeouts", len(offers))

@@ -139,7 +139,7 @@ def tell(stage, disk: LoopDisk) -> Told:
     with stage.live(one_process=True, **common) as life:
         before: set[Path] = set()
         for name, chunks in STORED.items():
-            life.ask(pairs[name][0], max_tokens=1)
+            life.ask(pairs[name][0])
             wait_until(lambda n=len(before) + chunks: len(stage.chunk_files()) == n, "writing to disk")
             files[name] = sorted(set(stage.chunk_files()) - before, key=ordinal)
             before.update(files[name])

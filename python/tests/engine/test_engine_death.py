@@ -159,7 +159,7 @@ def tell(stage, told: Told, lives: list[int]) -> Told:
 
     life = live()
     for i in range(FILLERS):
-        life.ask(prompts(80 + i, FILLER)[0], max_tokens=1)
+        life.ask(prompts(80 + i, FILLER)[0])
     wait_until(lambda: len(stage.chunk_files()) == FILLERS * FILLER, "filling the disk")
     filler = set(stage.chunk_files())
     life.forget()

@@ -1,6 +1,7 @@
 """Every wait of the scheduler's half ends by its own bound when the leader stops: no
 clock is read here, the counters say which bound it was. And none throws."""
 
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from situations import DOC, document, held, step_until_loading, until, warm
 from vllm.v1.request import RequestStatus
 
 import kvtier
+from kvtier.vllm.leases import Patience
 
 SLOTS = 128
 
@@ -84,6 +86,23 @@ def test_lookups_end_in_misses(outside):
     assert e.counts["wait_timeouts"] == 3 and e.counts["load_tokens"] == 0
     assert e.counts["store_timeouts"] >= 1 and e.counts["chunks_granted"] == 0
     leader.go_on()
+    works_again(e)
+
+
+def test_a_long_step_waits_longer_for_its_offers(outside):
+    """The last step of a prompt is the only one that can offer its chunks."""
+    e, leader = outside()
+    e.half._patience = Patience(3000.0, 0.0)
+    for at, tokens in (0.0, 1000), (10_000.0, 0):
+        e.half._patience.measure(at, tokens)
+    no_load = {"extra_args": {"kv_transfer_params": {"kvtier": {"load": False}}}}
+    e.add(DOC, 1, sampling=no_load)
+    leader.stop()
+    later = threading.Timer(0.3, leader.go_on)
+    later.start()
+    e.run()
+    later.join()
+    assert e.counts["chunks_granted"] == 9 and not e.counts["store_timeouts"]
     works_again(e)
 
 

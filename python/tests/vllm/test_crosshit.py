@@ -350,10 +350,12 @@ def test_an_image_that_takes_long_to_read_is_waited_for(start, monkeypatch):
     # What needs no lookup is not held back, and stored once it is known what it is.
     monkeypatch.setattr(e.half, "_patience", Patience(60.0, 0.0))
     no_load = {"extra_args": {"kv_transfer_params": {"kvtier": {"load": False}}}}
-    e.add(DOC, 30, world=3, at=70, mm_features=[image(70, 100, "third")], sampling=no_load)
+    third = image(70, 100, "third")
+    e.add(DOC, 30, world=3, at=70, mm_features=[third], sampling=no_load)
     assert e.step().num_scheduled_tokens
     offered = e.counts["chunks_offered"]
     gate.set()
+    settle(e, third)
     e.run()
     assert e.counts["chunks_offered"] >= offered + 9
     assert not e.half._unread
