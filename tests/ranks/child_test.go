@@ -123,7 +123,7 @@ func rankConfig(s childSpec) kvtier.RankConfig {
 		id.Weights = "0123"
 	}
 	return kvtier.RankConfig{
-		Group: s.Group, Ranks: s.Ranks, Rank: s.Rank, DCP: s.Shape.D, DCPRank: s.Rank, Interleave: s.Shape.I,
+		Group: s.Group, Ranks: s.Ranks, Rank: s.Rank, DCP: s.Shape.D, DCPRank: s.Shape.geometry(s.Rank).Rank, Interleave: s.Shape.I,
 		BlockTokens: s.Shape.B, NumBlocks: s.Shape.Blocks, ChunkTokens: s.Shape.C, Identity: id,
 		Groups: []kvtier.GroupConfig{{}},
 	}

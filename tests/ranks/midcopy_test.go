@@ -20,19 +20,15 @@ const (
 )
 
 var (
-	wide  = shape{D: 2, I: 2, B: 8, C: 24, Blocks: 6, Widths: []int{wideRow}}
+	wide  = crew{shape{D: 2, I: 2, B: 8, C: 24, Blocks: 6, Widths: []int{wideRow}}, 1, false}
 	alone = shape{D: 1, I: 16, B: 16, C: 24, Blocks: 6, Widths: []int{wideRow}}
 )
 
 func newWideStage(t *testing.T) *stage {
 	r := root{dir: t.TempDir(), slots: 12, slot: 24 * wideRow, disk: 0.15, extra: shortLimits}
-	s := &stage{t: t, c: open(t, r.config("leader")), seed: 100}
-	s.g = newGroup(t, s.c, "wide", wide, r.config)
-	s.witness = newGroup(t, s.c, "alone", alone, r.config)
-	s.base = s.g.newPrefix(1, 2, 0)
-	s.g.store(s.base)
+	s := &stage{t: t, c: open(t, r.config("leader"))}
+	s.enter(wide, alone, r, 2)
 	require.NoError(t, s.c.Flush(wait))
-	s.other, s.victim = s.g.ranks[0], s.g.ranks[1]
 	return s
 }
 
@@ -63,7 +59,7 @@ func TestRankInsideACopyOfAStore(t *testing.T) {
 			s.hold(steps.CopyPiece, inside)
 			answer := s.victim.send(request{Cmd: "store", Store: &op})
 			s.atStep(steps.CopyPiece)
-			s.other.call(request{Cmd: "store", Store: &op})
+			s.others[0].call(request{Cmd: "store", Store: &op})
 			s.act(action)
 			if action == killed {
 				requireQuietBut(t, s, "draining")
@@ -96,8 +92,8 @@ func TestRankInsideACopyOfALoad(t *testing.T) {
 			s := newWideStage(t)
 			op := s.holdInLoad(steps.CopyPiece, inside)
 			s.act(action)
-			s.requirePages(s.other, s.other.event(op.Op))
-			after := s.other.call(request{Cmd: "sum"}).Sum
+			s.requirePages(s.others[0], s.others[0].event(op.Op))
+			after := s.sums()
 			s.fillArena()
 			s.release(action)
 			if action == killed {
@@ -109,7 +105,7 @@ func TestRankInsideACopyOfALoad(t *testing.T) {
 				s.fillArena()
 				require.Equal(t, sum, s.victim.call(request{Cmd: "sum"}).Sum, "pages were written after the engine was told")
 			}
-			require.Equal(t, after, s.other.call(request{Cmd: "sum"}).Sum, "pages were written after the engine was told")
+			require.Equal(t, after, s.sums(), "pages were written after the engine was told")
 			requireQuiet(t, s.c)
 			s.g.load(s.base)
 			s.witness.load(s.witness.newPrefix(1, 2, 1))
@@ -130,7 +126,7 @@ func TestRankAtEachStepOrBetween(t *testing.T) {
 		s.hold(steps.StoreChunk, 1)
 		answer := s.victim.send(request{Cmd: "store", Store: &op})
 		s.atStep(steps.StoreChunk)
-		s.other.call(request{Cmd: "store", Store: &op})
+		s.others[0].call(request{Cmd: "store", Store: &op})
 		s.victim.send(request{Cmd: "go"})
 		time.Sleep(time.Duration(random.IntN(3000)) * time.Microsecond)
 		action := []string{killed, frozen}[round%2]

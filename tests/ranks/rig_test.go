@@ -229,7 +229,7 @@ func open(t *testing.T, config string) *kvtier.Cache {
 // where its coordinator attaches.
 func newGroup(t *testing.T, c *kvtier.Cache, name string, s shape, conf func(role string) string) *group {
 	t.Helper()
-	g := &group{t: t, name: name, shape: s, conf: conf, ranks: make([]*process, s.D)}
+	g := &group{t: t, name: name, shape: s, conf: conf, ranks: make([]*process, s.ranks())}
 	g.start(c)
 	return g
 }
@@ -240,7 +240,7 @@ func (g *group) start(c *kvtier.Cache) {
 	for rank := range g.ranks {
 		g.startRank(rank)
 	}
-	k, err := c.Coordinate(g.name, g.shape.D)
+	k, err := c.Coordinate(g.name, g.shape.ranks())
 	require.NoError(t, err)
 	g.k = k
 	t.Cleanup(func() { require.NoError(t, k.Close()) })
@@ -250,7 +250,7 @@ func (g *group) start(c *kvtier.Cache) {
 func (g *group) startRank(rank int) {
 	g.t.Helper()
 	g.ranks[rank] = start(g.t, childSpec{
-		Config: g.conf("member"), Group: g.name, Ranks: g.shape.D, Rank: rank, Shape: g.shape, Model: model,
+		Config: g.conf("member"), Group: g.name, Ranks: g.shape.ranks(), Rank: rank, Shape: g.shape, Model: model,
 	})
 }
 
