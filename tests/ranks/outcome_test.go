@@ -108,6 +108,17 @@ func (g *group) loadAll(op kvtier.LoadOp) kvtier.Event {
 
 // Refusals are the same on all ranks, and cost each of them the same few requests.
 func TestVerdictsAreTheSameOnAllRanks(t *testing.T) {
+	verdictsAreTheSame(t, four)
+}
+
+func TestVerdictsAreTheSameOnAllReplicas(t *testing.T) {
+	verdictsAreTheSame(t, shape{
+		D: 2, TP: 4, I: 2, B: 8, C: 24, Blocks: 64, Widths: []int{48, 17, 9}, Kinds: []kind{replicated, replicated, allRows},
+	})
+}
+
+// verdictsAreTheSame takes a shape of four ranks, each of which has a part of each chunk.
+func verdictsAreTheSame(t *testing.T, s shape) {
 	const slots, window = 24, 24 / 8
 	r := root{dir: t.TempDir(), slots: slots, extra: shortParts}
 	lead := func() *process {
@@ -117,7 +128,7 @@ func TestVerdictsAreTheSameOnAllRanks(t *testing.T) {
 	}
 	leader := lead()
 	c := open(t, r.config("member"))
-	g := newGroup(t, c, "four", four, r.config)
+	g := newGroup(t, c, "four", s, r.config)
 	base := g.newPrefix(1, 10, 0)
 	g.store(base)
 	require.NoError(t, c.Flush(wait))
@@ -218,9 +229,9 @@ func TestVerdictsAreTheSameOnAllRanks(t *testing.T) {
 		before := g.requests(c)
 		op := g.plan(base)
 		e := g.loadAll(op)
-		require.Equal(t, kvtier.Event{Kind: kvtier.EventLoad, Op: op.Op, Status: kvtier.EventMiss, FirstFailed: 6, Tokens: uint32(6 * four.C)}, e)
+		require.Equal(t, kvtier.Event{Kind: kvtier.EventLoad, Op: op.Op, Status: kvtier.EventMiss, FirstFailed: 6, Tokens: uint32(6 * s.C)}, e)
 		for _, r := range g.ranks {
-			r.call(request{Cmd: "check", Seed: base.seed, Table: base.table, Loaded: int(e.Tokens), To: len(base.keys) * four.C})
+			r.call(request{Cmd: "check", Seed: base.seed, Table: base.table, Loaded: int(e.Tokens), To: len(base.keys) * s.C})
 		}
 		got := g.requests(c).since(before)
 		for _, r := range got.Ranks {
