@@ -17,7 +17,7 @@ import (
 	"github.com/kvtier/kvtier/internal/sys"
 )
 
-var rePuts = flag.Int("reputs", 100_000, "how often chunks that are there are put again")
+var rePuts = flag.Int("reputs", 1_000_000, "how often chunks that are there are put again")
 
 // Ten times what fits, by two namespaces at once, over restarts with ever smaller
 // caps: the file system never has more of us than the cap, whoever looks whenever.

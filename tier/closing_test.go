@@ -147,6 +147,22 @@ func TestRemovedWhileTheDiskIsOff(t *testing.T) {
 	fs.set(nil)
 }
 
+// A file that could not be unlinked is tried once more at the end.
+func TestRemovalThatFailedIsTriedAgainAtTheEnd(t *testing.T) {
+	fs := &faultFS{}
+	h := openShelf(t, t.TempDir(), "m", StoreOptions{FS: fs, Tick: time.Hour}).scanned() // no other occasion
+	require.NoError(t, h.put(1))
+	removed := h.file(1)
+	fs.set(failing("unlink", syscall.EIO))
+	h.disk.Remove(shelfKey(1))
+	h.wait("the first try", func() bool { return h.store.Stats().Errors["EIO"] == 1 })
+	require.FileExists(t, removed)
+	require.Equal(t, 1, h.store.Stats().QueuedUnlinks)
+	fs.set(nil)
+	require.NoError(t, h.abandon(shelfPatience))
+	require.NoFileExists(t, removed)
+}
+
 // Nor when the unlinks hang: the stop is bounded, and says what stays.
 func TestRemovalThatHangsAtTheEnd(t *testing.T) {
 	fs := &faultFS{}

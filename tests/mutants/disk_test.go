@@ -207,4 +207,32 @@ var diskMutants = []mutant{
 		new:  "if err = s.reserve(n, 0); err == nil {",
 		pkg:  "tier", run: "^TestCapHoldsWhenANamespaceOpens$",
 	},
+	{
+		name: "emptied directories left behind",
+		file: "tier/evictor.go",
+		old:  "\ts.dropEmptyDir(v.dir, int(v.key[0]))\n",
+		new:  "",
+		pkg:  "tier", run: "^TestSubdirectoriesGoWithTheirLastChunk$",
+	},
+	{
+		name: "failed removal not tried at the end",
+		file: "tier/closing.go",
+		old:  "s.removals = append(s.removals, s.failed...)",
+		new:  "s.removals = append(s.removals, s.failed[:0]...)",
+		pkg:  "tier", run: "^TestRemovalThatFailedIsTriedAgainAtTheEnd$",
+	},
+	{
+		name: "namespace kept by its floor from its own chunks",
+		file: "tier/evictor.go",
+		old:  "if n != s.writing && n.floor > 0",
+		new:  "if n.floor > 0",
+		pkg:  "tier", run: "^TestFloorsThatTakeUpTheCap$",
+	},
+	{
+		name: "second read from the page cache",
+		file: "tier/reader.go",
+		old:  "if again && !direct {",
+		new:  "if again && !direct && direct {",
+		pkg:  "tier", run: "^TestSecondReadIsNotFromThePageCache$",
+	},
 }
