@@ -23,9 +23,29 @@ var soakShapes = []shape{
 	{D: 1, I: 16, B: 16, C: 24, Blocks: 96, Widths: []int{48, 17}},
 }
 
+// drawReplicas gives one of up to four ranks with the same chunks, in which some bytes
+// are on several ranks.
+func drawReplicas(r *rand.Rand) shape {
+	tp := 2 + r.IntN(3)
+	s := shape{D: 1 + r.IntN(tp), TP: tp, C: 24, Widths: []int{48, 17}}
+	for tp%s.D != 0 {
+		s.D--
+	}
+	s.B = []int{8, 16, 32}[r.IntN(3)]
+	s.I = s.B >> r.IntN(4)
+	s.Blocks = soakTokens / (s.B * s.D)
+	// One of the regions is everywhere, so that no rank is without any.
+	s.Kinds = []kind{[]kind{replicated, allRows}[r.IntN(2)], []kind{split, replicated, allRows}[r.IntN(3)]}
+	if r.IntN(2) == 0 {
+		s.Kinds[0], s.Kinds[1] = s.Kinds[1], s.Kinds[0]
+	}
+	return s
+}
+
 const (
-	soakPrompts = 40 // prompts in use; each has its own length
-	soakLongest = 14 // chunks
+	soakPrompts = 40   // prompts in use; each has its own length
+	soakLongest = 14   // chunks
+	soakTokens  = 1536 // in the pages of all ranks of an engine
 	soakSlots   = 56
 	soakDisk    = 160 * 8192.0 / (1 << 30) // for about half of all chunks of these prompts
 )
@@ -75,7 +95,10 @@ func (k *soak) lead() {
 func (k *soak) engine(end time.Time) {
 	k.t.Helper()
 	shape := soakShapes[k.r.IntN(len(soakShapes))]
-	k.t.Run(fmt.Sprintf("life %d, D %d", k.life, shape.D), func(t *testing.T) {
+	if k.life%2 == 1 {
+		shape = drawReplicas(k.r)
+	}
+	k.t.Run(fmt.Sprintf("life %d, D %d of %d, I %d, B %d, %v", k.life, shape.D, shape.ranks(), shape.I, shape.B, shape.Kinds), func(t *testing.T) {
 		k.c.Records(1 << 20) // only the last life is of interest
 		outer := k.t
 		k.t = t
@@ -85,7 +108,7 @@ func (k *soak) engine(end time.Time) {
 				k.tell(t)
 			}
 		}()
-		k.g = &group{t: t, name: "soak", shape: shape, conf: k.root.config, ranks: make([]*process, shape.D)}
+		k.g = &group{t: t, name: "soak", shape: shape, conf: k.root.config, ranks: make([]*process, shape.ranks())}
 		k.g.start(k.c)
 		stop := time.Now().Add(time.Duration(2+k.r.IntN(4)) * time.Second)
 		for time.Now().Before(end) && time.Now().Before(stop) {
