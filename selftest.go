@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvtier/kvtier/dcp"
+	"github.com/kvtier/kvtier/internal/steps"
 	"github.com/kvtier/kvtier/internal/wire"
 	"github.com/kvtier/kvtier/tier"
 )
@@ -68,6 +69,7 @@ func (s *selfTestRun) run(pages bool) error {
 	}
 	s.op = reply.Test.Op
 	grants := reply.Verdicts
+	steps.At(steps.TestGranted)
 	defer s.restore()
 	s.guarded(func() error {
 		var err error
@@ -75,22 +77,28 @@ func (s *selfTestRun) run(pages bool) error {
 			return err
 		}
 		s.pages.write(false)
+		steps.At(steps.TestWritten)
 		return s.store(grants)
 	})
 	if s.report == wire.ReportOK {
+		steps.At(steps.TestStored)
 		if _, err := s.ask(wire.SelfTestBody{Step: wire.SelfTestLoad}); err != nil {
 			return err
 		}
 		s.guarded(func() error {
 			s.pages.write(true) // so that what is there afterwards was loaded
+			steps.At(steps.TestLoading)
 			if err := s.load(len(grants)); err != nil {
 				return err
 			}
+			steps.At(steps.TestComparing)
 			return s.pages.compare(len(grants))
 		})
 		s.link.sure(&wire.Request{Type: wire.LoadDone, Op: s.op, Flags: wire.LoadDoneEnd})
 	}
+	steps.At(steps.TestCompared)
 	s.restore()
+	steps.At(steps.TestRestored)
 	_, err = s.ask(wire.SelfTestBody{Step: wire.SelfTestReport, Report: s.report, Text: s.text[:min(len(s.text), wire.SelfTestText)]})
 	return err
 }
@@ -139,6 +147,7 @@ func (s *selfTestRun) load(chunks int) error {
 			if err := dcp.Scatter(slot, s.r.geometry, cols, next, clip, s.pages.blocks, 0, &s.v.stop); err != nil {
 				return err
 			}
+			steps.At(steps.TestLoaded)
 			s.link.sure(&wire.Request{Type: wire.LoadDone, Op: s.op, Done: []wire.Done{{Slot: w.Slot, Generation: w.Generation, Part: s.r.part}}})
 			next++
 		}

@@ -20,12 +20,27 @@ const (
 	LoadEnded   = "load ended"  // the end is reported to the leader, not to the host
 )
 
+// The steps of a self-test on a rank, in order; between TestWritten and TestStored are
+// those of the copy, as in a store. TestLoaded comes once for every chunk.
+const (
+	TestGranted   = "test granted"   // its slots are there, the pages are untouched
+	TestWritten   = "test written"   // the pattern is in the pages, nothing is in the slots
+	TestStored    = "test stored"    // reported; the others may not be so far
+	TestLoading   = "test loading"   // the pages hold the opposite, the first chunk is asked for
+	TestLoaded    = "test loaded"    // a chunk is in the pages, its slot is not given back
+	TestComparing = "test comparing" // all chunks are in the pages
+	TestCompared  = "test compared"  // the load has ended, the pages are not restored
+	TestRestored  = "test restored"  // nothing is reported
+)
+
 // CopyPiece comes in every copy, of a store or a load, before each MiB, whatever the
 // chunk.
 const CopyPiece = "copy piece"
 
-// Store and Load list the steps that every one has.
+// Store, Load and SelfTest list the steps that every one has.
 var (
 	Store = []string{StoreBegun, StoreChunk, StoreCopied, StoreDone}
 	Load  = []string{LoadBegun, LoadChunk, LoadCopied, LoadWindow, LoadAsked, LoadAllDone, LoadEnded}
+
+	SelfTest = []string{TestGranted, TestWritten, StoreChunk, TestStored, TestLoading, TestLoaded, TestComparing, TestCompared, TestRestored}
 )

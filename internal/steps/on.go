@@ -1,7 +1,7 @@
 //go:build ranksteps
 
-// Package steps names the places of a store and a load at which a test may stop a
-// rank. Outside of builds with the tag ranksteps nothing of it is left.
+// Package steps names the places of a store, a load and a self-test at which a test may
+// stop a rank. Outside of builds with the tag ranksteps nothing of it is left.
 package steps
 
 import "sync/atomic"

@@ -218,17 +218,7 @@ func TestLeaderDiesAtEachStep(t *testing.T) {
 	for _, step := range append(append([]string{}, steps.Store...), steps.Load...) {
 		t.Run(step, func(t *testing.T) {
 			t.Parallel()
-			r := root{dir: t.TempDir(), slots: deathSlots, extra: shortLimits}
-			lead := func() *process {
-				p := start(t, childSpec{Config: r.config("leader"), Rank: -1})
-				require.Equal(t, kvtier.StateLeader, p.call(request{Cmd: "state"}).State)
-				return p
-			}
-			leader := lead()
-			s := &stage{t: t, c: open(t, r.config("member"))}
-			s.enter(pair, pair.witness(), r, 10)
-			require.NoError(t, s.c.Flush(wait))
-
+			s, leader, lead := newLedStage(t)
 			store := step[:5] == "store"
 			var answer <-chan line
 			var op kvtier.LoadOp

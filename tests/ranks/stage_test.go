@@ -75,6 +75,21 @@ func newStage(t *testing.T, crew crew) *stage {
 	return s
 }
 
+// newLedStage has its leader in a process, and lead to start another one.
+func newLedStage(t *testing.T) (s *stage, leader *process, lead func() *process) {
+	r := root{dir: t.TempDir(), slots: deathSlots, extra: shortLimits}
+	lead = func() *process {
+		p := start(t, childSpec{Config: r.config("leader"), Rank: -1})
+		require.Equal(t, kvtier.StateLeader, p.call(request{Cmd: "state"}).State)
+		return p
+	}
+	leader = lead()
+	s = &stage{t: t, c: open(t, r.config("member"))}
+	s.enter(pair, pair.witness(), r, 10)
+	require.NoError(t, s.c.Flush(wait))
+	return s, leader, lead
+}
+
 // enter starts the group and the witness, and stores a base of so many chunks.
 func (s *stage) enter(crew crew, witness shape, r root, chunks int) {
 	s.t.Helper()
