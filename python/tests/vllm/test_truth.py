@@ -10,7 +10,7 @@ from engine import Engine, slot_bytes
 from situations import DOC, document
 
 import kvtier
-from kvtier.vllm import diagnosis
+from kvtier.vllm import announcement, diagnosis
 
 
 @pytest.fixture
@@ -135,6 +135,7 @@ def test_start_line(make, caplog, tmp_path):
         "loads from 128 tokens on, lookups wait at most 2 s",
     ):
         assert part in line, line
+    assert announcement.capacity(e.half._coordinator.ready(1)) == on_disk, "what is in DRAM is on disk as well"
 
 
 def test_start_line_of_a_member(make, caplog, tmp_path):
@@ -200,10 +201,12 @@ def test_only_a_rank_that_died_is_worth_a_warning(tmp_path, orderly):
             member.communicate()
         records = []
         end = time.monotonic() + 60
-        while not any("a rank" in r.text for r in records) and time.monotonic() < end:
+        ends = []
+        while not ends and time.monotonic() < end:
             records += leader.records()
+            ends = [r for r in records if "a rank has left" in r.text or "lost a rank" in r.text]
             time.sleep(0.01)
-    (record,) = [r for r in records if "a rank" in r.text]
+    (record,) = ends
     assert record.level == (1 if orderly else 2), record
     assert ("has left" if orderly else "lost a rank") in record.text
 
