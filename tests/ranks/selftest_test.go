@@ -36,6 +36,12 @@ func TestRankAtEachStepOfASelfTest(t *testing.T) {
 	}
 }
 
+// keptSlots are those that a rank which stops at a step keeps after the end of the test:
+// both chunks' until it has reported their copies, and again until it has read them.
+var keptSlots = map[string]int{
+	steps.TestGranted: 2, steps.TestWritten: 2, steps.StoreChunk: 2, steps.TestStored: 2, steps.TestLoading: 2, steps.TestLoaded: 2,
+}
+
 func rankInASelfTest(t *testing.T, name string, crew crew, step, action string) {
 	t.Run(name, func(t *testing.T) {
 		t.Parallel()
@@ -57,7 +63,13 @@ func rankInASelfTest(t *testing.T, name string, crew crew, step, action string) 
 			require.Equal(t, before[i], s.others[i].call(request{Cmd: "sum"}).Sum, "pages are not what they were")
 		}
 		// Nothing that a stopped rank may still read or write is used for something else.
+		kept := 0
+		if action == frozen || action == late {
+			kept = keptSlots[step]
+		}
+		require.Eventually(t, func() bool { return s.slots("draining") == kept }, wait, time.Millisecond, "%d slots are to be kept", kept)
 		s.flood()
+		require.Equal(t, kept, s.slots("draining"), "slots were given away that a rank may use")
 		s.release(action)
 		if action == killed {
 			s.replace()
