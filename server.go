@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/kvtier/kvtier/internal/spawn"
-	"github.com/kvtier/kvtier/internal/sys"
 	"github.com/kvtier/kvtier/internal/wire"
 	"github.com/kvtier/kvtier/shm"
 )
@@ -171,6 +170,7 @@ type peer struct {
 func (p *peer) run() {
 	defer p.conn.Forget()
 	defer p.conn.Close()
+	p.conn.RefuseFiles()
 	hello, err := p.hello()
 	if err != nil {
 		return
@@ -197,11 +197,10 @@ func (p *peer) run() {
 
 // hello takes the first frame.
 func (p *peer) hello() (*wire.Hello, error) {
-	raw, files, err := p.conn.Recv(helloTimeout)
+	raw, _, err := p.conn.Recv(helloTimeout)
 	if err != nil {
 		return nil, err
 	}
-	sys.CloseFiles(files)
 	v, err := wire.ParseFrame(raw)
 	if err != nil {
 		return nil, err
@@ -286,11 +285,10 @@ func (p *peer) drop() {
 func (p *peer) frames() (goodbye bool) {
 	declares := 0
 	for {
-		raw, files, err := p.conn.Recv(0)
+		raw, _, err := p.conn.Recv(0)
 		if err != nil {
 			return false
 		}
-		sys.CloseFiles(files)
 		v, err := wire.ParseFrame(raw)
 		if err != nil {
 			return false
@@ -302,6 +300,9 @@ func (p *peer) frames() (goodbye bool) {
 			}
 			p.a.declare(f, p.declared)
 		case *wire.Reset:
+			if !p.a.coordinator || len(f.Epoch) != wire.EpochBytes {
+				return false
+			}
 			p.a.reset(f.Epoch)
 		case *wire.Remove:
 			keys, err := f.Unpack()

@@ -38,6 +38,7 @@ type Conn struct {
 	sending sync.Mutex
 	sendErr error // guarded by sending; sticky, as a frame may have gone out in part
 
+	noFiles bool   // set by RefuseFiles
 	frame   []byte // what Recv has of the present frame, with its length
 	files   []*os.File
 	recvErr error // sticky
@@ -122,6 +123,12 @@ func (c *Conn) Send(v any, files ...*os.File) error {
 	return c.sendErr
 }
 
+// RefuseFiles makes Recv take no descriptors: a frame with some is ErrPeerBroken, and
+// they never belong to this process, which need not even close them. A holder of POSIX
+// locks needs it: with any descriptor of a locked file that it closes the lock is gone,
+// and a peer can send one. It comes before the first Recv.
+func (c *Conn) RefuseFiles() { c.noFiles = true }
+
 // Recv returns the next frame and its descriptors, which are the caller's. It
 // waits at most timeout; 0 means until Close or the end of the peer. ErrTimeout
 // loses nothing, a later Recv goes on. Other errors are for good: ErrPeerClosed,
@@ -173,7 +180,7 @@ func (c *Conn) recv(timeout time.Duration) (json.RawMessage, []*os.File, error) 
 func (c *Conn) more(n int) error {
 	have := len(c.frame)
 	part := make([]byte, min(n, readStep))
-	got, files, err := sys.RecvFiles(c.socket, part)
+	got, files, err := c.read(part)
 	if errors.Is(err, sys.ErrTooManyFiles) {
 		return fmt.Errorf("%w: %w", ErrPeerBroken, err)
 	}
@@ -196,6 +203,14 @@ func (c *Conn) more(n int) error {
 		c.files = files
 	}
 	return nil
+}
+
+func (c *Conn) read(part []byte) (int, []*os.File, error) {
+	if c.noFiles {
+		n, err := sys.RecvNoFiles(c.socket, part)
+		return n, nil, err
+	}
+	return sys.RecvFiles(c.socket, part)
 }
 
 // whole hands a complete frame over.

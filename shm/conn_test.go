@@ -3,6 +3,7 @@ package shm
 import (
 	"encoding/binary"
 	"encoding/json"
+	"io"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -256,4 +257,29 @@ func TestOtherUserIsRefused(t *testing.T) {
 	c := <-accepted
 	require.EqualValues(t, 0, c.PeerUID())
 	require.NoError(t, c.Close())
+}
+
+// Descriptors that are refused never belong to this process.
+func TestRefusedFilesAreNeverTaken(t *testing.T) {
+	for n := 1; n <= sys.MaxFiles; n++ {
+		server, client := newConnPair(t)
+		server.RefuseFiles()
+		require.NoError(t, client.Send(1))
+		_, files, err := server.Recv(patience)
+		require.NoError(t, err)
+		require.Empty(t, files)
+		read, write, err := os.Pipe()
+		require.NoError(t, err)
+		defer read.Close()
+		attached := make([]*os.File, n)
+		for i := range attached {
+			attached[i] = write
+		}
+		require.NoError(t, client.Send(2, attached...))
+		require.NoError(t, write.Close())
+		_, _, err = server.Recv(patience)
+		require.ErrorIs(t, err, ErrPeerBroken)
+		_, err = read.Read(make([]byte, 1))
+		require.ErrorIs(t, err, io.EOF, "nobody has it")
+	}
 }

@@ -207,25 +207,10 @@ func SendFiles(c *net.UnixConn, b []byte, files []*os.File) error {
 // which are the caller's and closed on exec. n = 0 without an error is the end
 // of the stream. It honours the read deadline of c.
 func RecvFiles(c *net.UnixConn, b []byte) (n int, files []*os.File, err error) {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return 0, nil, fmt.Errorf("receiving: %w", err)
-	}
 	oob := make([]byte, unix.CmsgSpace(MaxFiles*4))
-	var got, flags int
-	var failed error
-	err = raw.Read(func(fd uintptr) bool {
-		failed = ignoreEINTR(func() (err error) {
-			n, got, flags, _, err = unix.Recvmsg(int(fd), b, oob, unix.MSG_CMSG_CLOEXEC|unix.MSG_DONTWAIT)
-			return err
-		})
-		return !errors.Is(failed, unix.EAGAIN)
-	})
-	if err == nil {
-		err = failed
-	}
+	n, got, flags, err := recvmsg(c, b, oob)
 	if err != nil {
-		return 0, nil, fmt.Errorf("receiving: %w", err)
+		return 0, nil, err
 	}
 	if got == 0 && flags&unix.MSG_CTRUNC == 0 {
 		return n, nil, nil
@@ -239,6 +224,40 @@ func RecvFiles(c *net.UnixConn, b []byte) (n int, files []*os.File, err error) {
 		return 0, nil, fmt.Errorf("receiving: %w", err)
 	}
 	return n, files, nil
+}
+
+// RecvNoFiles is RecvFiles for a peer that has none to send: with any attached the
+// error is ErrTooManyFiles, and none of them was ever this process's. To take and
+// close them would not do: whoever closes a file loses his POSIX locks on it.
+func RecvNoFiles(c *net.UnixConn, b []byte) (n int, err error) {
+	n, _, flags, err := recvmsg(c, b, nil)
+	if err == nil && flags&unix.MSG_CTRUNC != 0 {
+		return 0, fmt.Errorf("receiving: %w", ErrTooManyFiles)
+	}
+	return n, err
+}
+
+// recvmsg reads bytes and control data, and gives how much came of both.
+func recvmsg(c *net.UnixConn, b, oob []byte) (n, got, flags int, err error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0, 0, 0, fmt.Errorf("receiving: %w", err)
+	}
+	var failed error
+	err = raw.Read(func(fd uintptr) bool {
+		failed = ignoreEINTR(func() (err error) {
+			n, got, flags, _, err = unix.Recvmsg(int(fd), b, oob, unix.MSG_CMSG_CLOEXEC|unix.MSG_DONTWAIT)
+			return err
+		})
+		return !errors.Is(failed, unix.EAGAIN)
+	})
+	if err == nil {
+		err = failed
+	}
+	if err != nil {
+		return 0, 0, 0, fmt.Errorf("receiving: %w", err)
+	}
+	return n, got, flags, nil
 }
 
 // filesOf returns the descriptors in control data, also together with an error.

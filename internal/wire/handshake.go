@@ -99,9 +99,12 @@ type Refuse struct {
 	Final  bool   `json:"final"`
 }
 
-// Reset starts a new epoch of the group.
+// EpochBytes is the length of an epoch.
+const EpochBytes = 16
+
+// Reset starts a new epoch of the group. It comes from its coordinator.
 type Reset struct {
-	Epoch []byte `json:"epoch"` // 16 random bytes
+	Epoch []byte `json:"epoch"` // EpochBytes random bytes
 }
 
 // StatsRequest asks for the leader's statistics.
