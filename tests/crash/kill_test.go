@@ -35,6 +35,7 @@ type childWork struct {
 	Puts    int
 	KillAt  int  // the call at which it dies; 0: none
 	Half    bool // a write is half done then
+	Later   bool // what a later run does: laterWork
 }
 
 // killFS counts the system calls of the tier and ends the process at one of them.
@@ -112,9 +113,22 @@ func child(work string) {
 	}
 	f := &killFS{work: w}
 	t := &panicTB{}
-	b := open(t, w.Dir, tier.StoreOptions{FS: f, CapBytes: w.Cap, Durable: w.Durable, Tick: time.Hour}).scanned()
+	o := tier.StoreOptions{FS: f, CapBytes: w.Cap, Durable: w.Durable, Tick: time.Hour}
 	say := func(format string, args ...any) { fmt.Fprintf(os.Stdout, format+"\n", args...) }
-	for n := range w.Puts {
+	var b *box
+	if w.Later {
+		b = openLater(t, w.Dir, o)
+		laterWork(b, say)
+	} else {
+		b = open(t, w.Dir, o).scanned()
+		firstWork(b, w.Puts, say)
+	}
+	b.close()
+	say("calls %d", f.calls.Load())
+}
+
+func firstWork(b *box, puts int, say func(format string, args ...any)) {
+	for n := range puts {
 		if err := b.put(n); err != nil {
 			panic(err)
 		}
@@ -130,8 +144,6 @@ func child(work string) {
 			b.disk.Touch(key(0), 0)
 		}
 	}
-	b.close()
-	say("calls %d", f.calls.Load())
 }
 
 // panicTB is for helpers that run outside a test. What is not here is not called.
@@ -173,43 +185,54 @@ func TestKilledAtEachSystemCall(t *testing.T) {
 		{"evicting", childWork{Cap: 10 * disktest.CostBytes, Puts: 14}},
 	} {
 		t.Run(v.name, func(t *testing.T) {
-			w := v.work
-			w.Dir = filepath.Join(t.TempDir(), "root")
-			said, lived := runChild(t, w)
-			require.True(t, lived, said)
-			var calls int
-			_, err := fmt.Sscanf(said[strings.LastIndex(said, "calls"):], "calls %d", &calls)
-			require.NoError(t, err)
-			require.Greater(t, calls, 40)
-			step := 1
-			if v.work.Half || testing.Short() {
-				step = 3
-			}
-			var next atomic.Int64
-			var killed atomic.Int64
-			var all sync.WaitGroup
-			for range runtime.NumCPU() + 1 {
-				all.Go(func() {
-					for {
-						n := int(next.Add(int64(step)))
-						if n > calls || t.Failed() {
-							return
-						}
-						w := v.work
-						w.KillAt, w.Dir = n, filepath.Join(t.TempDir(), "root")
-						said, lived := runChild(t, w)
-						if !lived {
-							killed.Add(1)
-						}
-						afterKill(t, w, said)
-						require.NoError(t, os.RemoveAll(w.Dir))
-					}
-				})
-			}
-			all.Wait()
-			require.Greater(t, int(killed.Load()), calls/step*3/4)
+			killedAtEach(t, v.work, func(w childWork) func(string) {
+				return func(said string) { afterKill(t, w, said) }
+			})
 		})
 	}
+}
+
+// killedAtEach lets a child do its work once for each system call at which it is killed.
+// prepare makes the root of one of them, and gives what looks at it afterwards.
+func killedAtEach(t *testing.T, work childWork, prepare func(w childWork) (look func(said string))) {
+	w := work
+	w.Dir = filepath.Join(t.TempDir(), "root")
+	prepare(w)
+	said, lived := runChild(t, w)
+	require.True(t, lived, said)
+	var calls int
+	_, err := fmt.Sscanf(said[strings.LastIndex(said, "calls"):], "calls %d", &calls)
+	require.NoError(t, err)
+	require.Greater(t, calls, 40)
+	step := 1
+	if work.Half || work.Later && work.Durable || testing.Short() { // much of it is the same
+		step = 3
+	}
+	var next atomic.Int64
+	var killed atomic.Int64
+	var all sync.WaitGroup
+	for range runtime.NumCPU() + 1 {
+		all.Go(func() {
+			for {
+				n := int(next.Add(int64(step)))
+				if n > calls || t.Failed() {
+					return
+				}
+				w := work
+				w.KillAt, w.Dir = n, filepath.Join(t.TempDir(), "root")
+				look := prepare(w)
+				said, lived := runChild(t, w)
+				if !lived {
+					killed.Add(1)
+				}
+				look(said)
+				require.NoError(t, os.RemoveAll(w.Dir))
+			}
+		})
+	}
+	all.Wait()
+	t.Logf("killed at %d of %d calls", killed.Load(), calls)
+	require.Greater(t, int(killed.Load()), calls/step*3/4)
 }
 
 func afterKill(t *testing.T, w childWork, said string) {
