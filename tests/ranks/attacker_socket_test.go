@@ -27,13 +27,15 @@ var socketAttacks = map[string]func(a *attackSpec, n int, r *rand.Rand) error{
 	"hello": (*attackSpec).handshake, "declare": (*attackSpec).handshake,
 	"reset": (*attackSpec).life, "remove": (*attackSpec).life, "elsewhere": (*attackSpec).elsewhere,
 	"frames": (*attackSpec).anyOrder, "lengths": (*attackSpec).lengths, "descriptors": (*attackSpec).descriptors,
+	"slow": (*attackSpec).slow,
 }
 
 // rawConn is a connection whose frames, lengths and descriptors are whatever is written.
 // What comes with the leader's frames is lost.
 type rawConn struct {
 	*net.UnixConn
-	got []string // types of the frames so far
+	got     []string    // types of the frames so far
+	refusal wire.Refuse // the last one
 }
 
 func (a *attackSpec) dialRaw() (*rawConn, error) {
@@ -76,7 +78,10 @@ func (c *rawConn) next() (string, error) {
 			var f struct {
 				Type string `json:"type"`
 			}
-			return f.Type, json.Unmarshal(body, &f)
+			if err = json.Unmarshal(body, &f); f.Type == "refuse" {
+				err = json.Unmarshal(body, &c.refusal)
+			}
+			return f.Type, err
 		}
 	}
 	if errors.Is(err, os.ErrDeadlineExceeded) {
@@ -258,6 +263,43 @@ func (a *attackSpec) anyOrder(_ int, r *rand.Rand) error {
 			return ignoreDropped(err)
 		}
 	}
+}
+
+// slow begins a hello and does not go on, or asks and does not listen: the leader waits for
+// neither without an end.
+func (a *attackSpec) slow(int, *rand.Rand) error {
+	hello, _ := json.Marshal(validHello())
+	var begun []*rawConn
+	for _, n := range []int{0, 2, 4, 20} {
+		c, err := a.dialRaw()
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		c.put(framed(string(hello))[:n])
+		begun = append(begun, c)
+	}
+	deaf, err := a.dialRaw()
+	if err != nil {
+		return err
+	}
+	defer deaf.Close()
+	observer := validHello()
+	observer.Rank, observer.Coordinator = -1, false
+	deaf.frame(observer)
+	_ = deaf.SetWriteDeadline(time.Now().Add(wait))
+	for err == nil {
+		_, err = deaf.Write(framed(`{"type":"stats"}`))
+	}
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		return errors.New("the leader waits for one that does not listen")
+	}
+	for _, c := range begun {
+		if got, err := c.next(); !errors.Is(err, errDropped) {
+			return fmt.Errorf("a hello that does not end is answered %q: %w", got, err)
+		}
+	}
+	return nil
 }
 
 // attached is a way in which descriptors come: which, how many, and where in the bytes.

@@ -57,7 +57,10 @@ const (
 	rings       = 4096
 )
 
-var errDropped = errors.New("dropped by the leader")
+var (
+	errDropped = errors.New("dropped by the leader")
+	errNotYet  = errors.New("refused for now")
+)
 
 var evilShape = shape{D: 1, I: 8, B: 8, C: 24, Blocks: 8, Widths: []int{48, 17}}
 
@@ -105,16 +108,19 @@ func recv(conn *shm.Conn) (any, []*os.File, error) {
 
 // join goes the right way until the group is accepted, and has chunks if it is its own.
 func (a *attackSpec) join() (*attacker, error) {
+	if a.Group != "" {
+		return a.joinAs(rankHello(a.Group), rankDeclare())
+	}
+	return a.joinAs(validHello(), validDeclare())
+}
+
+func (a *attackSpec) joinAs(h *wire.Hello, d *wire.Declare) (*attacker, error) {
 	conn, err := a.dial()
 	if err != nil {
 		return nil, err
 	}
 	t := &attacker{conn: conn, patience: wait}
-	h, d := validHello(), validDeclare()
-	if a.Group != "" {
-		h, d = rankHello(a.Group), rankDeclare()
-	}
-	if err = t.attach(h, d); err == nil && a.Group == "" {
+	if err = t.attach(h, d); err == nil && h.Coordinator {
 		err = t.settle()
 	}
 	if err != nil {
@@ -131,6 +137,9 @@ func (t *attacker) attach(h *wire.Hello, d *wire.Declare) error {
 	f, files, err := recv(t.conn)
 	if err != nil {
 		return err
+	}
+	if no, ok := f.(*wire.Refuse); ok && !no.Final {
+		return fmt.Errorf("%w: %s", errNotYet, no.Reason)
 	}
 	if _, ok := f.(*wire.Welcome); !ok || len(files) != 3 {
 		return fmt.Errorf("%+v instead of a welcome", f)
@@ -244,6 +253,16 @@ func (t *attacker) ask(req *wire.Request) (*wire.Reply, error) {
 
 // reply waits for the reply with this seq and drops others.
 func (t *attacker) reply(seq uint32) (*wire.Reply, error) {
+	for {
+		r, err := t.next()
+		if err != nil || r.Seq == seq {
+			return r, err
+		}
+	}
+}
+
+// next waits for a reply.
+func (t *attacker) next() (*wire.Reply, error) {
 	for end := time.Now().Add(t.patience); time.Now().Before(end); {
 		if t.word(replyTail).Load() == t.head {
 			if t.word(closedBy).Load() != 0 {
@@ -258,19 +277,11 @@ func (t *attacker) reply(seq uint32) (*wire.Reply, error) {
 		if length < 32 || int(length) > len(b) {
 			return nil, errors.New("a reply without a length")
 		}
-		pad := binary.LittleEndian.Uint16(b[4:]) == 0
-		var r *wire.Reply
-		var err error
-		if !pad {
-			r, err = wire.ParseReply(append([]byte(nil), b[:length]...))
-		}
+		message := append([]byte(nil), b[:length]...)
 		t.head += length
 		t.word(replyHead).Store(t.head)
-		if err != nil {
-			return nil, err
-		}
-		if r != nil && r.Seq == seq {
-			return r, nil
+		if binary.LittleEndian.Uint16(message[4:]) != 0 { // else padding
+			return wire.ParseReply(message)
 		}
 	}
 	return nil, errors.New("the leader neither answers nor drops")

@@ -13,9 +13,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kvtier/kvtier"
-	"github.com/kvtier/kvtier/internal/sys"
-	"github.com/kvtier/kvtier/internal/wire"
-	"github.com/kvtier/kvtier/shm"
 )
 
 var seedFlag = flag.Uint64("seed", 0, "of random tests; 0: drawn")
@@ -68,27 +65,36 @@ func (b *besieged) works() {
 // attack runs one hostile process to its end.
 func (b *besieged) attack(a attackSpec) uint64 {
 	b.t.Helper()
+	return b.launch(a)()
+}
+
+// launch starts a hostile process, and gives what waits for its end.
+func (b *besieged) launch(a attackSpec) (end func() uint64) {
+	b.t.Helper()
 	a.Dir, a.Keys = b.r.dir, b.base.keys
 	p := start(b.t, childSpec{Attack: &a})
 	c := make(chan line, 1)
 	p.mu.Lock()
 	p.waiting[1] = c
 	p.mu.Unlock()
-	select {
-	case l, ok := <-c:
-		require.True(b.t, ok, "%+v ended early", a)
-		require.Empty(b.t, l.Err, "%+v", a)
-		if a.Kind == "hoard" {
-			b.works()
-			_, resident, _ := b.holds()
-			b.most = max(b.most, resident)
+	return func() uint64 {
+		b.t.Helper()
+		select {
+		case l, ok := <-c:
+			require.True(b.t, ok, "%+v ended early", a)
+			require.Empty(b.t, l.Err, "%+v", a)
+			if a.Kind == "hoard" {
+				b.works()
+				_, resident, _ := b.holds()
+				b.most = max(b.most, resident)
+			}
+			p.kill() // it has ended, or is about to
+			return l.Sum
+		case <-time.After(2 * wait):
+			require.FailNow(b.t, "an attack does not end", "%+v", a)
 		}
-		p.kill() // it has ended, or is about to
-		return l.Sum
-	case <-time.After(2 * wait):
-		require.FailNow(b.t, "an attack does not end", "%+v", a)
+		return 0
 	}
-	return 0
 }
 
 // held is what the leader's process has: descriptors, bytes of memory, members.
@@ -157,6 +163,7 @@ func TestLeaderOutlivesHostilePeers(t *testing.T) {
 	b := newBesieged(t)
 	b.works()
 	files, resident, members := b.holds()
+	slow := b.launch(attackSpec{Kind: "slow", To: 1})
 	for _, a := range allAttacks {
 		began := time.Now()
 		done, dropped := 0, uint64(0)
@@ -169,6 +176,7 @@ func TestLeaderOutlivesHostilePeers(t *testing.T) {
 		}
 		t.Logf("%s: %d of %d attacks, %d connections dropped, %v", a.kind, done, a.n, dropped, time.Since(began).Round(time.Millisecond))
 	}
+	slow()
 	requireQuiet(t, b.c)
 	var f, m int
 	if !assert.Eventually(t, func() bool {
@@ -195,133 +203,4 @@ func panics(t *testing.T, b *besieged) int {
 	}
 	require.NoError(t, json.Unmarshal(b.leader.call(request{Cmd: "stats"}).Text, &s))
 	return s.Process.Panics
-}
-
-// Who does not fit is told why.
-func TestLeaderRefusesWithAReason(t *testing.T) {
-	b := newBesieged(t)
-	a := &attackSpec{Dir: b.r.dir}
-	for name, c := range map[string]struct {
-		hello   func(*wire.Hello)
-		declare func(*wire.Declare)
-		reason  string
-		final   bool
-	}{
-		"version":        {hello: func(h *wire.Hello) { h.Protocol++ }, reason: "use the same version", final: true},
-		"older version":  {hello: func(h *wire.Hello) { h.Protocol-- }, reason: "use the same version", final: true},
-		"duplicate rank": {hello: func(h *wire.Hello) { h.Group, h.Ranks, h.Rank, h.Coordinator = "good", 2, 1, false }, reason: "attached already"},
-		"duplicate coordinator": {hello: func(h *wire.Hello) { h.Group, h.Ranks, h.Rank = "good", 2, -1 },
-			reason: "has a coordinator already"},
-		"another size":    {hello: func(h *wire.Hello) { h.Group, h.Ranks, h.Rank = "good", 3, 2 }, reason: "has 2 ranks"},
-		"too many ranks":  {hello: func(h *wire.Hello) { h.Ranks = 65 }, reason: "must be 1 to 64", final: true},
-		"rank beyond":     {hello: func(h *wire.Hello) { h.Rank = 1 }, reason: "rank 1 of a group of 1", final: true},
-		"geometry":        {declare: func(d *wire.Declare) { d.Interleave = 3 }, reason: "does not divide", final: true},
-		"two DCP ranks":   {declare: func(d *wire.Declare) { d.DCP = 2 }, reason: "no rank with DCP rank 1", final: true},
-		"no model":        {declare: func(d *wire.Declare) { d.Identity.Model = "" }, reason: "model", final: true},
-		"a huge chunk":    {declare: func(d *wire.Declare) { d.Groups[0].Regions[0].Bytes = 1 << 20 }, reason: "raise dram_gib", final: true},
-		"a region twice":  {declare: func(d *wire.Declare) { d.Groups[0].Regions = append(d.Groups[0].Regions, d.Groups[0].Regions[0]) }, reason: "twice", final: true},
-		"no region":       {declare: func(d *wire.Declare) { d.Groups[0].Regions = nil }, reason: "region", final: true},
-		"a foreign group": {declare: func(d *wire.Declare) { d.Groups[0].Kind = "other" }, reason: "other", final: true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			conn, err := a.dial()
-			require.NoError(t, err)
-			defer conn.Forget()
-			defer conn.Close()
-			h, d := validHello(), validDeclare()
-			if c.hello != nil {
-				c.hello(h)
-			}
-			require.NoError(t, conn.Send(h))
-			f, files, err := recv(conn)
-			require.NoError(t, err)
-			sys.CloseFiles(files)
-			if c.declare != nil {
-				require.IsType(t, &wire.Welcome{}, f)
-				c.declare(d)
-				require.NoError(t, conn.Send(d))
-				f, files, err = recv(conn)
-				require.NoError(t, err)
-				sys.CloseFiles(files)
-			}
-			require.IsType(t, &wire.Refuse{}, f)
-			require.Contains(t, f.(*wire.Refuse).Reason, c.reason)
-			require.Equal(t, c.final, f.(*wire.Refuse).Final)
-			_ = conn.Send(&wire.Goodbye{})
-		})
-	}
-	b.works()
-}
-
-// A peer that asks and does not read its answers uses up its own ring.
-func TestDeafPeerHarmsOnlyItself(t *testing.T) {
-	b := newBesieged(t)
-	spec := &attackSpec{Dir: b.r.dir}
-	deaf, err := spec.join()
-	require.NoError(t, err)
-	defer deaf.close()
-	for n := range 1000 {
-		deaf.seq++
-		req := &wire.Request{Type: wire.Lookup, Seq: deaf.seq, Run: &wire.Run{Keys: deaf.keys}}
-		m, err := req.Append(nil)
-		require.NoError(t, err)
-		deaf.put(m)
-		if n%100 == 50 {
-			b.works()
-		}
-	}
-	// The same with large answers: half of the ring is the most that is owed.
-	for range 20 {
-		deaf.seq++
-		req := &wire.Request{Type: wire.StoreBegin, Op: uint64(deaf.seq), Seq: deaf.seq, Run: &wire.Run{Keys: make([]kvtier.Key, wire.MaxKeys)}}
-		m, err := req.Append(nil)
-		require.NoError(t, err)
-		deaf.put(m)
-	}
-	require.Eventually(t, func() bool { return deaf.word(closedBy).Load() != 0 }, wait, time.Millisecond, "it is dropped")
-	b.works()
-	// One that is stopped with its ring full of requests.
-	p := start(t, childSpec{Config: b.r.config("member"), Group: "stopped", Ranks: 1, Rank: 0, Shape: evilShape, Model: model})
-	p.call(request{Cmd: "ready"})
-	p.freeze()
-	b.works()
-	p.thaw()
-	p.call(request{Cmd: "ready"})
-}
-
-// A process that connects again and again takes no place of others.
-func TestConnectionsOfOneProcessAreBounded(t *testing.T) {
-	b := newBesieged(t)
-	a := &attackSpec{Dir: b.r.dir}
-	var conns []*shm.Conn
-	defer func() {
-		for _, c := range conns {
-			c.Close()
-			c.Forget()
-		}
-	}()
-	full := false
-	for range 1100 {
-		conn, err := a.dial()
-		if err != nil {
-			break
-		}
-		conns = append(conns, conn)
-		if conn.Send(validHello()) != nil {
-			full = true
-			break
-		}
-		_, files, err := recv(conn)
-		sys.CloseFiles(files)
-		if err != nil {
-			full = true
-			break
-		}
-	}
-	require.True(t, full)
-	require.Less(t, len(conns), 300)
-	// Others come in.
-	p := start(t, childSpec{Config: b.r.config("member"), Group: "late", Ranks: 1, Rank: 0, Shape: evilShape, Model: model})
-	p.call(request{Cmd: "ready"})
-	b.works()
 }
