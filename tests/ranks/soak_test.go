@@ -368,13 +368,44 @@ func (k *soak) freezeRank() {
 	k.count["frozen ranks"]++
 }
 
+// selfTest is one of all ranks, in the middle of which one may die. The pages of the
+// others are afterwards what they were.
 func (k *soak) selfTest() {
-	for _, err := range k.all(request{Cmd: "selftest", Pages: true, Timeout: 10 * time.Second}) {
-		if err != nil {
-			require.NotContains(k.t, err.Error(), "self-test failed")
+	before := k.sums()
+	dies := k.victim(3)
+	var answers []<-chan line
+	for _, r := range k.g.ranks {
+		answers = append(answers, r.send(request{Cmd: "selftest", Pages: true, Timeout: 10 * time.Second}))
+	}
+	if dies >= 0 {
+		time.Sleep(time.Duration(k.r.IntN(20000)) * time.Microsecond)
+		k.g.ranks[dies].kill()
+	}
+	for _, c := range answers {
+		select {
+		case l := <-c: // also closed
+			require.NotContains(k.t, l.Err, "self-test failed")
+		case <-time.After(wait):
+			require.FailNow(k.t, "a self-test does not end")
 		}
 	}
+	for i, sum := range k.sums() {
+		if i != dies {
+			require.Equal(k.t, before[i], sum, "the self-test has changed the pages of rank %d", i)
+		}
+	}
+	k.replace(dies)
 	k.count["self-tests"]++
+}
+
+// sums are checksums of the pages of all ranks, of one that is dead 0.
+func (k *soak) sums() []uint64 {
+	out := make([]uint64, len(k.g.ranks))
+	for i, r := range k.g.ranks {
+		l, _ := r.try(request{Cmd: "sum"})
+		out[i] = l.Sum
+	}
+	return out
 }
 
 func (k *soak) killLeader() {
