@@ -23,8 +23,8 @@ import (
 const (
 	earlier  = 16 // chunks, the oldest first
 	removed  = earlier - 2
-	wrong    = 20 // has a file of a wrong size, and is younger
-	damaged  = 21 // the same with a file in which a bit is wrong
+	wrong    = 22 // has a file of a wrong size, and is younger
+	damaged  = 23 // the same with a file in which a bit is wrong
 	newOnes  = 4  // chunks that a later run puts: newChunk
 	laterCap = 12 * disktest.CostBytes
 	// laterFiles is for how many there is room in any case, beside the directories, what
@@ -44,7 +44,8 @@ func newChunk(i int) int {
 // wrongSize is what a file of a wrong size holds; deadTemp what a temp file does.
 var wrongSize, deadTemp = make([]byte, 3*4096+100), make([]byte, 9000)
 
-// namesOf gives the paths of what lies in a root beside the chunks of key 0 and so on.
+// namesOf gives the paths of what lies in a root beside the chunks. The temp files are not
+// where most chunks are: what cannot be listed counts as the fullest subdirectory that can.
 func namesOf(t require.TestingT, root string) (sidecar string, temps []string) {
 	ns := disktest.Namespace("crash/model")
 	fp, err := ns.Fingerprint()
@@ -53,7 +54,7 @@ func namesOf(t require.TestingT, root string) (sidecar string, temps []string) {
 	temp := func(n int, number uint64) string {
 		return filepath.Join(dir, chunk.SubDir(key(n)), chunk.TempName(key(n), 7, number))
 	}
-	return filepath.Join(dir, "layout.json"), []string{temp(0, 1), temp(3, 2), filepath.Join(dir, "layout.json.tmp")}
+	return filepath.Join(dir, "layout.json"), []string{temp(1, 1), temp(4, 2), filepath.Join(dir, "layout.json.tmp")}
 }
 
 // usedRoot fills a real directory.
