@@ -397,6 +397,31 @@ def test_lora_replaced_under_the_same_path(tmp_path):
     assert two != one and d.get(lora(a)) == two
 
 
+def test_lora_that_changes_while_it_is_read(tmp_path, monkeypatch):
+    """What was read may be some of both, also when the old files come back later."""
+    import os
+
+    d, a = Loras(), adapter(tmp_path / "a")
+    before = {p: p.stat().st_mtime_ns for p in a.iterdir()}
+    real = content._adapter
+
+    def seen(path):
+        if threading.current_thread().name == "kvtier-lora-digest":  # it has read them
+            adapter(a, b"longer weights")
+        return real(path)
+
+    monkeypatch.setattr(content, "_adapter", seen)
+    with pytest.raises(NotIdentified, match="still being read"):
+        d.get(lora(a))
+    assert d.wait(60)
+    monkeypatch.undo()
+    adapter(a)
+    for path, ns in before.items():
+        os.utime(path, ns=(ns, ns))
+    with pytest.raises(NotIdentified, match="are changing"):
+        d.get(lora(a))
+
+
 def test_lora_that_is_not_there(tmp_path):
     d = Loras()
     with pytest.raises(NotIdentified, match="not a local directory"):

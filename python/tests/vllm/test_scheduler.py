@@ -1,6 +1,7 @@
 """The connector under vLLM's real scheduler, over the real library: requests from their
 arrival to their end, resets, restarts, and engines that share."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from engine import Engine, slot_bytes
 from situations import DOC, attempts, document, held, step_until_loading, until, warm
 from vllm.v1.request import RequestStatus
 
+import kvtier
 from kvtier.vllm.stats import KVTierStats
 
 
@@ -42,6 +44,47 @@ def test_abort_of_waiting_and_running_requests(make):
     e.abort(waiting)
     e.abort(running)
     e.run()
+
+
+def test_a_prompt_computed_in_parts_is_stored_in_parts(make):
+    e = make(batched_tokens=100)
+    warm(e, document(2, 600))  # so that there are slots
+    q = e.add(DOC)
+    while not q.request.is_finished():
+        e.step()
+        assert e.counts["chunks_granted"] <= q.request.num_computed_tokens // 64
+    assert e.counts["chunks_granted"] and not e.counts["errors"]
+    warm(e)
+    e.add(DOC)
+    e.run()
+    assert e.counts["load_tokens"] == 576
+
+
+def test_leases_of_waiting_requests_are_renewed(make, monkeypatch):
+    """Nobody looks up a request that is deep in the queue."""
+    e = make(sequences=1)
+    warm(e)
+    renewed, asked = [], []
+    for name, seen in (("renew", renewed), ("lease", asked)):
+        call = getattr(kvtier.Coordinator, name)
+        monkeypatch.setattr(
+            kvtier.Coordinator, name, lambda k, x, *a, call=call, seen=seen: (seen.append(x), call(k, x, *a))[1]
+        )
+    now = [time.monotonic()]
+    e.half._clock = lambda: now[0]
+    running, waiting = e.add(document(4, 100), 300), e.add(DOC)
+    until(e, lambda: running.request.status == RequestStatus.RUNNING)
+    lease = e.half._tracked[waiting.id].incarnation.lease
+    renewed.clear()
+    for _ in range(4):
+        now[0] += 25.0  # a lease lives for 60 s
+        e.step()
+    assert renewed == [[lease]] * 4 and asked[-1] == lease
+    # Nobody stepped the engine for so long that the lease has ended.
+    now[0] += 100.0
+    e.abort(running)
+    until(e, lambda: waiting.request.is_finished())
+    assert asked[-1] != lease and e.counts["load_tokens"] == 576
 
 
 def test_preempted_request_loads_what_it_lost(make):

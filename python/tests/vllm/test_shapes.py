@@ -49,6 +49,17 @@ def test_blocks_and_chunks(make, block, chunk):
     assert e.counts["load_tokens"] == n
 
 
+def test_a_hit_ends_with_a_whole_block(make):
+    """Where a block is longer than a chunk, the last chunks may fill only a part of one."""
+    e = make(block=128, chunk=64, blocks=4 * (MAX_LEN // 128) + 1)
+    warm(e)
+    q = e.add(DOC, 10)
+    e.run()
+    assert held(e, DOC) == 9 and e.counts["load_tokens"] == 9 * 64 // 128 * 128
+    assert not e.counts["loads_failed"] and not e.counts["errors"]
+    assert len(q.request.output_token_ids) == 10
+
+
 def test_prompt_shorter_than_a_chunk(make):
     e = make(chunk=256)
     warm(e, document(72, 600))  # so that there are slots
