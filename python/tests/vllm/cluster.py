@@ -138,6 +138,15 @@ class RankHandle:
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
 
+    def wait_stopped(self, timeout_s: float = ANSWER_S) -> None:
+        """Returns when a signal has stopped the process, which is a child of another."""
+        end = time.monotonic() + timeout_s
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            if time.monotonic() > end:
+                raise TimeoutError(f"rank process {self.process.pid} does not stop")
+            time.sleep(0.005)
+
     def end(self) -> None:
         if self.process.is_alive():
             with contextlib.suppress(ProcessLookupError):

@@ -316,6 +316,30 @@ class Rank:
 
         half._ended = ended
 
+    def signal_in(self, hook: str, after: bool, number: int) -> None:
+        """The next call of a hook of the connector sends this process a signal, before
+        the hook does its work or after it."""
+        connector, original = self.connector, getattr(self.connector, hook)
+
+        def once(*args: Any) -> Any:
+            delattr(connector, hook)
+            if not after:
+                os.kill(os.getpid(), number)
+            result = original(*args)
+            if after:
+                os.kill(os.getpid(), number)
+            return result
+
+        setattr(connector, hook, once)
+
+    def check(self, w: Work) -> str:
+        """As before a forward that begins at w.start."""
+        return self.pages.check(w)
+
+    def flush(self) -> bool:
+        """Whether all that is stored is on disk."""
+        return self.half._cache.flush(30)
+
     def close(self) -> None:
         self.connector.shutdown()
         parallel_state.destroy_model_parallel()

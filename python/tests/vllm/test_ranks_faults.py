@@ -12,6 +12,7 @@ import cluster
 import pytest
 from cluster import Cluster
 from rank_process import FILL
+from rank_situations import serve, step_until, until, warm
 from situations import document
 from topology import DRAFTED, LATENT, Topology
 
@@ -39,44 +40,6 @@ def live(tmp_path):
     yield run
     for c in running:
         c.close()
-
-
-def until(condition, what, limit_s=60):
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, f"{what} does not happen"
-        time.sleep(0.02)
-
-
-def serve(c, prompt):
-    before = c.counts["load_tokens"]
-    q = c.add(prompt)
-    c.run()
-    assert not c.problems and len(q.request.output_token_ids) == q.max_new
-    c.forget()
-    return c.counts["load_tokens"] - before
-
-
-def warm(c, prompt):
-    """Stores all chunks of a prompt. Slots come in the background."""
-    for _ in range(20):
-        if serve(c, prompt) >= (len(prompt) - 1) // CHUNK * CHUNK // c.span * c.span:
-            break
-    else:
-        raise AssertionError("the prompt is not stored")
-    c.counts.clear()
-
-
-def step_until(c, planned):
-    """Schedules until the metadata has what is asked for; returns the step unsent."""
-    for _ in range(500):
-        step = c.schedule()
-        if planned(step[0].kv_connector_metadata):
-            return step
-        c.send(step)
-        c.collect(step)
-        time.sleep(0.001)
-    raise AssertionError("nothing is planned")
 
 
 def groups(stats):
