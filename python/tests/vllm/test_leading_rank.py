@@ -40,9 +40,11 @@ def live(tmp_path):
     """Engines of two ranks on one root, the leader in rank 0."""
     running = []
 
+    root = {"disk_path": str(tmp_path / "kv"), "disk_gib": 1, "free_floor_gib": 0}
+    root["lease_ttl_s"] = 3600  # a lease that is left over must not end by itself
+
     def run(**extra):
-        extra = {"disk_path": str(tmp_path / "kv"), "disk_gib": 1, "free_floor_gib": 0} | extra
-        c = Cluster(LATENT, TWO, extra, home=tmp_path)
+        c = Cluster(LATENT, TWO, root | extra, home=tmp_path)
         running.append(c)
         assert c.ranks[0].call("state")[0] == "leader"
         return c
