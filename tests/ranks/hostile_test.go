@@ -167,7 +167,8 @@ func TestLeaderOutlivesHostilePeers(t *testing.T) {
 	for _, a := range allAttacks {
 		began := time.Now()
 		done, dropped := 0, uint64(0)
-		first := int(s%thinned) * a.each % a.n
+		processes := (a.n + a.each - 1) / a.each
+		first := int(s%uint64(min(thinned, processes))) * a.each
 		for from := first; from < a.n; from += a.each * thinned {
 			to := min(from+a.each, a.n)
 			dropped += b.attack(attackSpec{Kind: a.kind, From: from, To: to, Seed: s})
