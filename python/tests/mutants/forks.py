@@ -77,6 +77,7 @@ def run(job: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     importlib.import_module("kvtier")
     import pytest
 
+    assert job["tests"], "without names pytest would run every test there is"
     outcome = Outcome()
     code = pytest.main(
         [

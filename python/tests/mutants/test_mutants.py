@@ -142,6 +142,7 @@ def test_every_mutant_is_noticed(runs, mutant):
 
 def test_names_differ():
     names = [m.name for m in MUTANTS]
+    assert all(controls(MUTANTS)), "a half without tests"
     assert len(set(names)) == len(names) and not set(names) & set(CONTROLS)
 
 
