@@ -115,22 +115,30 @@ func TestMemberTakesNoDescriptorsThatAreNoRing(t *testing.T) {
 		t.Cleanup(func() { f.Close() })
 		return f
 	}
-	sealed := func(bytes int64) *os.File {
+	header := make([]byte, 4096) // all that a ring's segment begins with, so that only the rest differs
+	_, err := right[0].ReadAt(header, 0)
+	require.NoError(t, err)
+	sealed := func(bytes int64, header []byte) *os.File {
 		s, err := sys.NewSegment("other", bytes)
 		require.NoError(t, err)
 		t.Cleanup(func() { s.Close() })
+		copy(s.Bytes(), header)
 		return s.File()
+	}
+	sized := func(f *os.File) *os.File {
+		require.NoError(t, f.Truncate(shm.SegmentBytes))
+		_, err := f.WriteAt(header, 0)
+		require.NoError(t, err)
+		return f
 	}
 	fd, err := unix.MemfdCreate("unsealed", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	require.NoError(t, err)
-	unsealed := own(os.NewFile(uintptr(fd), "unsealed"), nil)
-	require.NoError(t, unsealed.Truncate(shm.SegmentBytes))
+	unsealed := sized(own(os.NewFile(uintptr(fd), "unsealed"), nil))
 	read, write, err := os.Pipe()
 	pipe := own(read, err)
 	own(write, nil)
 	dir := own(os.Open(path))
-	file := own(os.Create(filepath.Join(t.TempDir(), "file")))
-	require.NoError(t, file.Truncate(shm.SegmentBytes))
+	file := sized(own(os.Create(filepath.Join(t.TempDir(), "file"))))
 
 	attempt := func(name string, try func(k *kvtier.Coordinator, conn *shm.Conn)) {
 		group := evilGroup()
@@ -146,15 +154,16 @@ func TestMemberTakesNoDescriptorsThatAreNoRing(t *testing.T) {
 		"none": {}, "the segment alone": right[:1], "two": right[:2], "four": {right[0], right[1], right[2], right[2]},
 		"a bell first": {right[1], right[0], right[2]}, "a bell last of all": {right[1], right[2], right[0]},
 		"a ring of another session": other, "three segments": {right[0], right[0], right[0]},
-		"a segment too small":  {sealed(shm.SegmentBytes - 4096), right[1], right[2]},
-		"a segment too large":  {sealed(shm.SegmentBytes + 4096), right[1], right[2]},
-		"a segment of zeros":   {sealed(shm.SegmentBytes), right[1], right[2]},
+		"a segment too small":  {sealed(shm.SegmentBytes-4096, header), right[1], right[2]},
+		"a segment too large":  {sealed(shm.SegmentBytes+4096, header), right[1], right[2]},
+		"a segment of zeros":   {sealed(shm.SegmentBytes, nil), right[1], right[2]},
 		"a segment not sealed": {unsealed, right[1], right[2]},
 		"a file as segment":    {file, right[1], right[2]}, "a directory as segment": {dir, right[1], right[2]},
 		"a pipe as segment": {pipe, right[1], right[2]}, "a pipe as first bell": {right[0], pipe, right[2]},
 		"a pipe as second bell": {right[0], right[1], pipe}, "a directory as bell": {right[0], dir, right[2]},
 		"a file as bell": {right[0], right[1], file},
 	}
+	attempt("before", func(*kvtier.Coordinator, *shm.Conn) {}) // from here on the cache itself is connected
 	before := openFiles(t)
 	for name, files := range wrong {
 		attempt(name, func(k *kvtier.Coordinator, conn *shm.Conn) {
