@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,8 @@ class Life:
         wait: bool = True,
     ):
         self._log = log
+        # The engine's own sockets; it leaves them lying when it is killed.
+        self._sockets = tempfile.mkdtemp(prefix="kvtier-engine-")
         read_end, write_end = os.pipe()
         start = json.dumps({"model": str(model), "kvtier": kvtier, "options": options or {}})
         command = [sys.executable, str(HERE / "engine.py"), "--report", str(write_end), "--start", start]
@@ -67,7 +71,12 @@ class Life:
                 pass_fds=(write_end,),
                 start_new_session=True,
                 preexec_fn=_hear_interrupts,
-                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                env={
+                    **os.environ,
+                    **ENVIRONMENT,
+                    "VLLM_RPC_BASE_PATH": self._sockets,
+                    **(environment or {}),
+                },
             )
         os.close(write_end)
         self._report = os.fdopen(read_end, "rb", buffering=0)
@@ -147,6 +156,7 @@ class Life:
             pass
         self._process.wait()
         self._report.close()
+        shutil.rmtree(self._sockets, ignore_errors=True)
 
     def log_text(self) -> str:
         return self._log.read_text(errors="replace")
