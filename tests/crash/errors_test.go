@@ -45,19 +45,7 @@ func errorAt(t *testing.T, n int, errno syscall.Errno) bool {
 	require.NoError(t, b.put(5)) // in the same directory
 	b.close()
 
-	calls, failed := 0, "no call"
-	where := func() string {
-		disk.mu.Lock()
-		defer disk.mu.Unlock()
-		return failed
-	}
-	disk.set(func(call, path string) error {
-		if calls++; calls == n {
-			failed = fmt.Sprintf("%d: %s %s", n, call, filepath.Base(path))
-			return &os.PathError{Op: call, Path: path, Err: errno}
-		}
-		return nil
-	})
+	where := failNth(disk, n, errno)
 	b, err := tryOpen(t, dir, o)
 	if err != nil {
 		require.ErrorIs(t, err, errno, where())
@@ -68,13 +56,7 @@ func errorAt(t *testing.T, n int, errno syscall.Errno) bool {
 		return b.disk.Scanned() && b.store.Stats().Known
 	})
 	for i := range 4 { // one old chunk and three new ones
-		err := b.put(i)
-		for tries := 0; err != nil && tries < 200; tries++ {
-			require.NotErrorIs(t, err, tier.ErrOff, where())
-			clock.jump(2 * time.Second) // full file systems are left alone for a moment
-			err = b.put(i)
-		}
-		require.NoError(t, err, where())
+		b.putInTheEnd(i, clock, where)
 	}
 	for i := range 4 {
 		if i == 0 && (errno == syscall.ENOSPC || errno == syscall.EDQUOT) {
@@ -110,6 +92,36 @@ func errorAt(t *testing.T, n int, errno syscall.Errno) bool {
 	b.wait("books of the next run after "+where(), func() bool { return b.store.Stats().UsedBytes == disk.used() })
 	b.close()
 	return where() != "no call"
+}
+
+// failNth makes the n-th call from now on fail. where tells which one that was, "no call"
+// as long as there were not so many.
+func failNth(disk *memDisk, n int, errno syscall.Errno) (where func() string) {
+	calls, failed := 0, "no call"
+	disk.set(func(call, path string) error {
+		if calls++; calls == n {
+			failed = fmt.Sprintf("%d: %s %s", n, call, filepath.Base(path))
+			return &os.PathError{Op: call, Path: path, Err: errno}
+		}
+		return nil
+	})
+	return func() string {
+		disk.mu.Lock()
+		defer disk.mu.Unlock()
+		return failed
+	}
+}
+
+// putInTheEnd puts a chunk, again and again if a fault is in the way.
+func (b *box) putInTheEnd(n int, clock *clock, where func() string) {
+	b.t.Helper()
+	err := b.put(n)
+	for tries := 0; err != nil && tries < 200; tries++ {
+		require.NotErrorIs(b.t, err, tier.ErrOff, where())
+		clock.jump(2 * time.Second) // full file systems are left alone for a moment
+		err = b.put(n)
+	}
+	require.NoError(b.t, err, where())
 }
 
 // A file that has lost its name while it is read still takes its room.

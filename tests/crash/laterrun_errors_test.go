@@ -2,8 +2,6 @@ package crash
 
 import (
 	"errors"
-	"fmt"
-	"os"
 	"path/filepath"
 	"syscall"
 	"testing"
@@ -67,19 +65,7 @@ func laterErrorAt(t *testing.T, dir string, used *memDisk, n int, errno syscall.
 	require.Greater(t, disk.used(), int64(laterCap))
 	disk.limit = laterCap // nothing grows before it has shrunk
 	o := tier.StoreOptions{FS: disk, Now: clock.now, CapBytes: laterCap, Tick: 2 * time.Millisecond}
-	calls, failed := 0, "no call"
-	where := func() string {
-		disk.mu.Lock()
-		defer disk.mu.Unlock()
-		return failed
-	}
-	disk.set(func(call, path string) error {
-		if calls++; calls == n {
-			failed = fmt.Sprintf("%d: %s %s", n, call, filepath.Base(path))
-			return &os.PathError{Op: call, Path: path, Err: errno}
-		}
-		return nil
-	})
+	where := failNth(disk, n, errno)
 	b, err := tryOpen(t, dir, o)
 	for end := time.Now().Add(patience); err != nil; b, err = tryOpen(t, dir, o) { // whoever could not open tries again
 		require.True(t, errors.Is(err, errno) || errors.Is(err, tier.ErrNoRoom), "%s: %v", where(), err)
@@ -140,18 +126,6 @@ func laterErrorAt(t *testing.T, dir string, used *memDisk, n int, errno syscall.
 	disk.mu.Unlock()
 	require.Empty(t, worst, where())
 	return where() != "no call"
-}
-
-// putInTheEnd puts a chunk, again and again if a fault is in the way.
-func (b *box) putInTheEnd(n int, clock *clock, where func() string) {
-	b.t.Helper()
-	err := b.put(n)
-	for tries := 0; err != nil && tries < 200; tries++ {
-		require.NotErrorIs(b.t, err, tier.ErrOff, where())
-		clock.jump(2 * time.Second) // full file systems are left alone for a moment
-		err = b.put(n)
-	}
-	require.NoError(b.t, err, where())
 }
 
 // booksOf waits until what is accounted is what lies there.
