@@ -1,10 +1,12 @@
-"""Fixtures of the tests of the binding."""
+"""Fixtures of the tests of the binding, and where vLLM's sockets lie in all tests."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,14 @@ import pytest
 from binding import PYTHON, SOON, Script, settings
 
 import kvtier
+
+#: vLLM leaves the sockets of its process groups and engines lying.
+SOCKETS = tempfile.mkdtemp(prefix="kvtier-tests-")
+os.environ["VLLM_RPC_BASE_PATH"] = SOCKETS
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(SOCKETS, ignore_errors=True)
 
 
 @pytest.fixture
