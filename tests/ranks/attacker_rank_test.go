@@ -16,8 +16,8 @@ import (
 // commanded are the kinds that a test leads step by step.
 var commanded = map[string]func(a *attackSpec, c *child) error{"rank": (*attackSpec).rank, "fill": (*attackSpec).fill}
 
-// between is a group of two ranks, of which rank 1 is hostile. Its chunks are those of the
-// engine that works on.
+// between is the shape of the engine that works on, and of the group of two ranks whose
+// rank 1 is hostile: they have the same chunks.
 var between = shape{D: 2, I: 2, B: 8, C: 24, Blocks: 32, Widths: []int{48, 17}}
 
 func rankHello(group string) *wire.Hello {

@@ -1,7 +1,6 @@
 package ranks
 
 import (
-	"encoding/json"
 	"fmt"
 	"testing"
 	"time"
@@ -62,23 +61,9 @@ func TestDeafPeerHarmsOnlyItself(t *testing.T) {
 // coordinated says whether a group has a coordinator that is attached.
 func (b *besieged) coordinated(group string) bool {
 	b.t.Helper()
-	text, err := b.c.Stats()
-	require.NoError(b.t, err)
-	var all struct {
-		Leader struct {
-			Groups []struct {
-				Group       string `json:"group"`
-				Coordinator bool   `json:"coordinator"`
-			} `json:"groups"`
-		} `json:"leader"`
-	}
-	require.NoError(b.t, json.Unmarshal(text, &all))
-	for _, g := range all.Leader.Groups {
-		if g.Group == group {
-			return g.Coordinator
-		}
-	}
-	return false
+	s, _, _ := statsOf(b.t, b.c)
+	g, _ := s.of(group)
+	return g.Coordinated
 }
 
 // A process that connects again and again takes no place of others.

@@ -1,7 +1,6 @@
 package ranks
 
 import (
-	"encoding/json"
 	"testing"
 	"time"
 
@@ -72,27 +71,10 @@ func (b *beside) soon(so func() bool) {
 // often the leader thought that a rank had no such part.
 func (b *beside) heard() (said, ignored int) {
 	b.t.Helper()
-	text, err := b.c.Stats()
-	require.NoError(b.t, err)
-	var all struct {
-		Leader struct {
-			Loads struct {
-				Ignored int `json:"done_ignored"`
-			} `json:"loads"`
-			Groups []struct {
-				Group string `json:"group"`
-				requests
-			} `json:"groups"`
-		} `json:"leader"`
-	}
-	require.NoError(b.t, json.Unmarshal(text, &all))
-	for _, g := range all.Leader.Groups {
-		if g.Group == b.pair.name {
-			return g.Ranks[0]["LOAD_DONE"], all.Leader.Loads.Ignored
-		}
-	}
-	require.FailNow(b.t, "the leader has no such group")
-	return 0, 0
+	s, _, _ := statsOf(b.t, b.c)
+	g, ok := s.of(b.pair.name)
+	require.True(b.t, ok, "the leader has no such group")
+	return g.Ranks[0]["LOAD_DONE"], s.Loads.Ignored
 }
 
 // round has some attacks, from this one on, on a store and a load that are under way, and

@@ -44,7 +44,7 @@ func newBesieged(t *testing.T) *besieged {
 	b.leader = start(t, childSpec{Config: b.r.config("leader"), Rank: -1})
 	require.Equal(t, kvtier.StateLeader, b.leader.call(request{Cmd: "state"}).State)
 	b.c = open(t, b.r.config("member"))
-	b.g = newGroup(t, b.c, "good", shape{D: 2, I: 2, B: 8, C: 24, Blocks: 32, Widths: []int{48, 17}}, b.r.config)
+	b.g = newGroup(t, b.c, "good", between, b.r.config)
 	b.base = b.g.newPrefix(1, 6, 0)
 	b.g.store(b.base)
 	return b
@@ -97,7 +97,7 @@ func (b *besieged) launch(a attackSpec) (end func() uint64) {
 	}
 }
 
-// held is what the leader's process has: descriptors, bytes of memory, members.
+// holds is what the leader's process has: descriptors, bytes of memory, members.
 func (b *besieged) holds() (files, resident, members int) {
 	b.t.Helper()
 	names, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", b.leader.cmd.Process.Pid))
@@ -110,15 +110,8 @@ func (b *besieged) holds() (files, resident, members int) {
 			require.NoError(b.t, err)
 		}
 	}
-	var all struct {
-		Leader struct {
-			Members int `json:"members"`
-		} `json:"leader"`
-	}
-	text, err := b.c.Stats()
-	require.NoError(b.t, err)
-	require.NoError(b.t, json.Unmarshal(text, &all))
-	return len(names), resident << 10, all.Leader.Members
+	st, _, _ := statsOf(b.t, b.c)
+	return len(names), resident << 10, st.Members
 }
 
 // descriptors names what the leader's process has open.

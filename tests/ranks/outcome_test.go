@@ -1,7 +1,6 @@
 package ranks
 
 import (
-	"encoding/json"
 	"os"
 	"path/filepath"
 	"testing"
@@ -20,24 +19,10 @@ type requests struct {
 
 func (g *group) requests(c *kvtier.Cache) requests {
 	g.t.Helper()
-	text, err := c.Stats()
-	require.NoError(g.t, err)
-	var all struct {
-		Leader struct {
-			Groups []struct {
-				Group string `json:"group"`
-				requests
-			} `json:"groups"`
-		} `json:"leader"`
-	}
-	require.NoError(g.t, json.Unmarshal(text, &all))
-	for _, s := range all.Leader.Groups {
-		if s.Group == g.name {
-			return s.requests
-		}
-	}
-	require.FailNow(g.t, "no such group")
-	return requests{}
+	s, _, _ := statsOf(g.t, c)
+	mine, ok := s.of(g.name)
+	require.True(g.t, ok, "no such group")
+	return mine.requests
 }
 
 // since gives what was asked after before; types with nothing are left out.

@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -395,6 +396,10 @@ func (g *group) load(p *prefix) {
 
 // leaderStats is what the tests look at.
 type leaderStats struct {
+	Members int `json:"members"`
+	Loads   struct {
+		Ignored int `json:"done_ignored"`
+	} `json:"loads"`
 	Namespaces []struct {
 		Arena struct {
 			Slots int
@@ -403,13 +408,26 @@ type leaderStats struct {
 		Charged int            `json:"slots_charged"`
 		Fills   int            `json:"disk_reads_running"`
 	} `json:"namespaces"`
-	Groups []struct {
-		Group  string `json:"group"`
-		State  string `json:"state"`
-		Stores int    `json:"stores_running"`
-		Loads  int    `json:"loads_running"`
-		Leases int    `json:"leases"`
-	} `json:"groups"`
+	Groups []groupStats `json:"groups"`
+}
+
+type groupStats struct {
+	Group       string `json:"group"`
+	State       string `json:"state"`
+	Coordinated bool   `json:"coordinator"` // one is attached
+	Stores      int    `json:"stores_running"`
+	Loads       int    `json:"loads_running"`
+	Leases      int    `json:"leases"`
+	requests
+}
+
+// of gives what is told of a group.
+func (s *leaderStats) of(group string) (g groupStats, ok bool) {
+	i := slices.IndexFunc(s.Groups, func(g groupStats) bool { return g.Group == group })
+	if i < 0 {
+		return g, false
+	}
+	return s.Groups[i], true
 }
 
 func statsOf(t *testing.T, c *kvtier.Cache) (s leaderStats, text []byte, ok bool) {
