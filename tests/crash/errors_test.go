@@ -2,6 +2,7 @@ package crash
 
 import (
 	"fmt"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
@@ -71,11 +72,7 @@ func errorAt(t *testing.T, n int, errno syscall.Errno) bool {
 	b.disk.Touch(key(3), 1)
 	b.idle()
 	require.False(t, b.disk.Has(key(2)), where())
-	b.wait("books after "+where(), func() bool {
-		clock.jump(11 * time.Second)
-		b.idle()
-		return b.store.Stats().UsedBytes == disk.used()
-	})
+	b.booksOf(disk, clock, math.MaxInt64, where)
 	st := b.store.Stats()
 	require.NotEqual(t, "off", st.State, where())
 	require.Empty(t, st.Corrupt, where())
@@ -122,6 +119,17 @@ func (b *box) putInTheEnd(n int, clock *clock, where func() string) {
 		err = b.put(n)
 	}
 	require.NoError(b.t, err, where())
+}
+
+// booksOf waits until what is accounted is what lies there, and within the limit.
+func (b *box) booksOf(disk *memDisk, clock *clock, limit int64, where func() string) {
+	b.t.Helper()
+	b.wait("books after "+where(), func() bool {
+		clock.jump(11 * time.Second)
+		b.idle()
+		used := b.store.Stats().UsedBytes
+		return used == disk.used() && used <= limit
+	})
 }
 
 // A file that has lost its name while it is read still takes its room.

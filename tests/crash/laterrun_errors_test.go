@@ -93,7 +93,7 @@ func laterErrorAt(t *testing.T, dir string, used *memDisk, n int, errno syscall.
 	b.disk.Remove(key(removed))
 	b.disk.Touch(key(earlier-1), 0)
 	b.idle()
-	b.booksOf(disk, clock, where)
+	b.booksOf(disk, clock, laterCap, where)
 	require.NotEqual(t, "off", b.store.Stats().State, where())
 	require.LessOrEqual(t, b.store.Stats().Corrupt["hash"], uint64(3), where())
 	b.close()
@@ -119,22 +119,11 @@ func laterErrorAt(t *testing.T, dir string, used *memDisk, n int, errno syscall.
 	require.NoError(t, b.get(earlier-1), where())
 	require.ErrorIs(t, b.get(damaged), tier.ErrAbsent, where())
 	require.Empty(t, b.store.Stats().Corrupt, where())
-	b.booksOf(disk, clock, where)
+	b.booksOf(disk, clock, laterCap, where)
 	b.close()
 	disk.mu.Lock()
 	worst := disk.worst
 	disk.mu.Unlock()
 	require.Empty(t, worst, where())
 	return where() != "no call"
-}
-
-// booksOf waits until what is accounted is what lies there.
-func (b *box) booksOf(disk *memDisk, clock *clock, where func() string) {
-	b.t.Helper()
-	b.wait("books after "+where(), func() bool {
-		clock.jump(11 * time.Second)
-		b.idle()
-		used := b.store.Stats().UsedBytes
-		return used == disk.used() && used <= laterCap
-	})
 }
