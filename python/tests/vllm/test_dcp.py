@@ -10,7 +10,7 @@ from situations import document
 from topology import HEADS, LATENT, PACKED, SPARSE, Topology
 
 
-pytestmark = pytest.mark.usefixtures("rank_server", "patience")
+pytestmark = pytest.mark.usefixtures("rank_server")
 
 DOC = document(1, 900)
 CHUNK = 64

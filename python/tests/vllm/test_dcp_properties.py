@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cluster import patience
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from one_process import Group, Shape, allocated, request, scheduled
@@ -265,11 +264,10 @@ def test_what_is_promised_loaded_and_reported(tmp_path, shape: Shape, data: st.D
     table = shuffled(data, blocks)
     group = Group(shape, blocks + 1, tmp_path)
     try:
-        with patience():
-            course = Course(group, dealt, tokens, table)
-            course.store([n for n in (piece, tokens - piece) if n])
-            for _ in range(3):
-                course.load(data)
+        course = Course(group, dealt, tokens, table)
+        course.store([n for n in (piece, tokens - piece) if n])
+        for _ in range(3):
+            course.load(data)
         assert not any(group.half.leftovers().values())
         assert not any(w._running or w._finished for w in group.workers)
     finally:

@@ -21,7 +21,7 @@ from topology import LATENT, Topology
 
 from kvtier.vllm import loading, storing
 
-pytestmark = pytest.mark.usefixtures("rank_server", "patience")
+pytestmark = pytest.mark.usefixtures("rank_server")
 
 DOC = document(1, 600)  # 9 chunks of 64 tokens and 24 more; 18 blocks of 2 x 16
 LONG = document(1, 900)  # 14 chunks

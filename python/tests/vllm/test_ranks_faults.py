@@ -18,7 +18,7 @@ from topology import DRAFTED, LATENT, Topology
 
 import kvtier
 
-pytestmark = pytest.mark.usefixtures("rank_server", "patience")
+pytestmark = pytest.mark.usefixtures("rank_server")
 
 DOC = document(1, 900)
 CHUNK = 64
