@@ -123,6 +123,11 @@ func (b *Blob) put(key, parent Key, ordinal uint32, payload []byte, end time.Tim
 	op := b.ids.Add(1)
 	run := &wire.Run{Parent: parent, First: ordinal, Keys: []Key{key}}
 	r, err := b.ask(l, &wire.Request{Type: wire.StoreBegin, Op: op, Run: run}, end)
+	if errors.Is(err, ErrTimeout) {
+		// Granted later, the slot would have no writer, and the key no other store until
+		// its deadline.
+		l.sure(&wire.Request{Type: wire.Cancel, Op: op, Flags: wire.CancelUnsent})
+	}
 	if err != nil {
 		return errors.Is(err, ErrBusy), err
 	}

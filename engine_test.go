@@ -335,12 +335,17 @@ func (e *engine) requireLoaded(events []Event, op LoadOp) {
 	require.Len(e.t, seen, len(e.ranks))
 }
 
-// requireIdle waits until the leader has nothing of this engine under way and nothing
-// pinned for it.
 func (e *engine) requireIdle() {
 	e.t.Helper()
+	requireIdle(e.t, e.cache)
+}
+
+// requireIdle waits until the leader has nothing of its groups under way and nothing
+// pinned for them.
+func requireIdle(t *testing.T, c *Cache) {
+	t.Helper()
 	var text []byte
-	require.Eventually(e.t, func() bool {
+	require.Eventually(t, func() bool {
 		var s struct {
 			Groups []struct {
 				Charged int `json:"slots_charged"`
@@ -350,9 +355,9 @@ func (e *engine) requireIdle() {
 			} `json:"groups"`
 		}
 		var err error
-		text, err = e.cache.leaderStats()
-		require.NoError(e.t, err)
-		require.NoError(e.t, json.Unmarshal(text, &s))
+		text, err = c.leaderStats()
+		require.NoError(t, err)
+		require.NoError(t, json.Unmarshal(text, &s))
 		for _, g := range s.Groups {
 			if g.Charged+g.Stores+g.Loads+g.Leases > 0 {
 				return false

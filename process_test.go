@@ -163,6 +163,27 @@ func TestStoppedLeader(t *testing.T) {
 	}, testWait, time.Millisecond)
 }
 
+// The same for whole chunks: what was given up is no obstacle for a second try.
+func TestWholeChunksOfAStoppedLeader(t *testing.T) {
+	dir := t.TempDir()
+	leader := leadingProcess(t, dir)
+	c := openTest(t, dir, RoleMember)
+	b := newBlob(t, c)
+	require.NoError(t, b.Put(blobKey(0), Key{}, 0, payload(0, suiteBlob), testWait))
+
+	leader.stop()
+	require.ErrorIs(t, b.Put(blobKey(1), blobKey(0), 1, payload(1, suiteBlob), 20*time.Millisecond), ErrTimeout)
+	require.ErrorIs(t, b.Get(blobKey(0), make([]byte, suiteBlob), 20*time.Millisecond), ErrTimeout)
+	leader.signal(syscall.SIGCONT)
+	for i := range 2 {
+		require.NoError(t, b.Put(blobKey(i), blobKey(0), uint32(i), payload(uint64(i), suiteBlob), testWait))
+		got := make([]byte, suiteBlob)
+		require.NoError(t, b.Get(blobKey(i), got, testWait))
+		require.Equal(t, payload(uint64(i), suiteBlob), got)
+	}
+	requireIdle(t, c)
+}
+
 // More resets than the socket takes: none waits for a leader that reads nothing, and
 // it hears of the newest when it goes on.
 func TestResetsDoNotWaitForAStoppedLeader(t *testing.T) {
