@@ -50,6 +50,7 @@ class Diagnosis:
         self._least = max(settings.min_load_tokens, 1)
         self._much = much
         self._stored = 0  # chunks since the last hit
+        self._ever = 0  # chunks since the start
         self._warn_at = much
         self._classes: Counter[str] = Counter()
         self._shares: dict[str, str] = {}  # by request, until its first answer
@@ -109,6 +110,7 @@ class Diagnosis:
         """``chunks`` more got a slot. Returns a warning when it is time for one.
         ``capacity``: tokens that fit into DRAM and disk."""
         self._stored += chunks
+        self._ever += chunks
         if self._stored < self._warn_at:
             return None
         self._warn_at = 2 * self._stored
@@ -140,7 +142,11 @@ class Diagnosis:
             "small": f"{of} found a prefix of less than {self._least} tokens besides what vLLM had: "
             "lower min_load_tokens",
             "gone": f"{of} came back for a prefix that was not held any more; {capacity} tokens fit in DRAM and "
-            f"disk and {self._stored * chunk} were stored: raise dram_gib or disk_gib",
+            f"disk and {self._stored * chunk} were stored: raise dram_gib or disk_gib"
+            if self._ever * chunk > capacity
+            else f"{of} came back for a prefix that was not held, though {capacity} tokens fit in DRAM and disk "
+            f"and only {self._ever * chunk} were stored: they came before it was stored, or it was lost "
+            "(kvtier_evicted_total, kvtier_disk_corrupt_total and kvtier_disk_dropped_total count how)",
             "failed": f"{n} loads were begun and all of them failed: the failures in vLLM's log line, or the metric "
             "kvtier_load_failures_total, say why",
             "unanswered": f"{of} got no answer from the leader in time: see its log, or raise lookup_wait_s",

@@ -81,6 +81,14 @@ def test_evicted_before_they_come_back(make, caplog):
     assert "raise dram_gib or disk_gib" in lines[-1]
 
 
+def test_not_there_though_there_is_room(make, caplog, monkeypatch):
+    """More room would not help."""
+    monkeypatch.setattr(kvtier.Rank, "store", lambda *a: True)  # grants that nobody fills
+    lines = verdict(make, caplog, lambda e, n: ask(e, DOC[:128] + document(n, 200)), 20)
+    assert "came back for a prefix that was not held, though 25600 tokens fit in DRAM and disk" in lines[-1]
+    assert "raise" not in lines[-1]
+
+
 def test_requests_that_ask_not_to_load(make, caplog):
     no = {"extra_args": {"kv_transfer_params": {"kvtier": {"load": False}}}}
     documents = [document(n, 200) for n in range(12)]
