@@ -50,6 +50,7 @@ LAYERS = 2
 TOKEN_BYTES = 8  # of one layer: one hash
 ROW_STRIDE = 64  # a row of 16 bytes, rounded up
 MAX_LEN = 1024
+STOCK = 64  # free slots that an arena keeps allocated, if it is as large
 M64 = (1 << 64) - 1
 
 
@@ -373,7 +374,8 @@ class Engine:
         return output
 
     def run(self, limit_s: float = 120.0) -> None:
-        """Until all requests are done."""
+        """Until all requests are done, and the leader, if it is here, with what they
+        brought: the next request finds it, and a free slot for what is new."""
         end = time.monotonic() + limit_s
         while self.scheduler.has_requests() or self.scheduler.requests:
             output = self.step()
@@ -382,6 +384,20 @@ class Engine:
             if time.monotonic() > end:
                 live = [r.status.name for r in self.scheduler.requests.values()]
                 raise AssertionError(f"does not end: {live}")
+        while self._behind():
+            time.sleep(0.001)
+            assert time.monotonic() < end, "the leader does not come to rest"
+
+    def _behind(self) -> bool:
+        """Whether the leader here still hashes chunks or makes slots."""
+        cache = self.worker_half._cache
+        leader = cache.stats()["leader"] if cache is not None else None
+        for n in (leader or {}).get("namespaces") or ():
+            arena, slots = n["arena"], n["slots"]
+            wanted = min(arena["slots"], arena["slots"] - slots["free"] + STOCK)
+            if slots["sealing"] or (arena["allocated_bytes"] < wanted * arena["slot_bytes"] and not arena["limit"]):
+                return True
+        return False
 
     def _forward(self, todo) -> dict[str, list[int]]:
         """Checks the computed tokens, writes the new ones, samples."""

@@ -7,7 +7,7 @@ import time
 import pytest
 from engine import Engine, slot_bytes
 from leaders import LeaderProcess, attached
-from situations import DOC, document, held, step_until_loading, until, warm
+from situations import DOC, attempts, document, held, step_until_loading, until, warm
 from vllm.v1.request import RequestStatus
 
 import kvtier
@@ -70,10 +70,13 @@ def works_again(e):
         except kvtier.LeaseLost:  # the ring is still full
             assert time.monotonic() < end
             time.sleep(0.01)
-    warm(e)
-    e.add(DOC)
-    e.run()
-    assert e.counts["load_tokens"] == 576 and not e.counts["loads_failed"]
+    for _ in attempts():  # the bounds are milliseconds, and a busy machine may miss one
+        warm(e)
+        e.add(DOC)
+        e.run()
+        if e.counts["load_tokens"] == 576 and not e.counts["loads_failed"]:
+            return
+    raise AssertionError("nothing is loaded")
 
 
 def test_lookups_end_in_misses(outside):

@@ -34,6 +34,7 @@ def serve(c: Cluster, n: int, max_new: int = 2) -> dict:
     c.run()
     assert not c.problems
     assert not c.counts["errors"] and not c.counts["loads_failed"]
+    assert not c.settled()  # what was stored is there for the next one
     return c.counts["load_tokens"] - before
 
 
