@@ -374,8 +374,7 @@ class Engine:
         return output
 
     def run(self, limit_s: float = 120.0) -> None:
-        """Until all requests are done, and the leader, if it is here, with what they
-        brought: the next request finds it, and a free slot for what is new."""
+        """Until all requests are done, and the leader with what they brought."""
         end = time.monotonic() + limit_s
         while self.scheduler.has_requests() or self.scheduler.requests:
             output = self.step()
@@ -384,6 +383,12 @@ class Engine:
             if time.monotonic() > end:
                 live = [r.status.name for r in self.scheduler.requests.values()]
                 raise AssertionError(f"does not end: {live}")
+        self.rest(end - time.monotonic())
+
+    def rest(self, limit_s: float = 60.0) -> None:
+        """Waits until the leader, if it is here, is done with what was stored: the next
+        request finds it, and free slots for what is new."""
+        end = time.monotonic() + limit_s
         while self._behind():
             time.sleep(0.001)
             assert time.monotonic() < end, "the leader does not come to rest"

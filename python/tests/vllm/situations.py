@@ -14,6 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+import kvtier
 from kvtier.vllm.tracked import Tracked
 from kvtier.vllm.wishes import Wishes
 
@@ -59,10 +60,15 @@ def warm(e: Engine, doc: list[int] | None = None, max_new: int = 4, **kw) -> Non
 def held(e: Engine, doc: list[int]) -> int:
     """Chunks of a document that a lookup would find."""
     k = e.half._coordinator
-    k.lease(1 << 60, keys_of(e, doc), 0)
-    h = k.lease_result(1 << 60, 0, LIMIT_S)
-    k.release(1 << 60)
-    return h.held
+    for _ in attempts():
+        try:
+            if k.lease(1 << 60, keys_of(e, doc), 0):
+                return k.lease_result(1 << 60, 0, LIMIT_S).held
+        except kvtier.LeaseLost:
+            pass
+        finally:
+            k.release(1 << 60)
+    raise AssertionError("the ring stays full, or leader follows leader")
 
 
 def keys_of(e: Engine, doc: list[int]) -> npt.NDArray[np.uint8]:

@@ -229,6 +229,7 @@ def test_priority_and_preemption(make):
     warm(e, document(30, 300))
     low = [e.add(document(31 + k, 260), 300, priority=5) for k in range(2)]
     until(e, lambda: all(len(q.request.output_token_ids) > 10 for q in low))
+    e.rest()
     # Its prefix is held; with it the three need more pages than there are.
     high = e.add(document(30, 300) + document(40, 40), 100, priority=0)
     finished = []
@@ -317,6 +318,7 @@ def test_drafts_are_never_stored(make, rng):
             draft(e, rng)
     finally:
         e.half._coordinator = coordinator
+    e.rest()
     assert offered and e.counts["errors"] == 0
     # An offer without an answer in time is made again in the next step; on a machine that
     # is too slow for that the last chunk is lost.
