@@ -90,6 +90,20 @@ def step_until_loading(e: Engine, q: Sequence) -> tuple[SchedulerOutput, dict]:
     raise AssertionError("no load")
 
 
+def begin_load(e: Engine, doc: list[int]) -> tuple[Sequence, SchedulerOutput, dict]:
+    """Adds a document that is held until the load of it is planned, which a leader that
+    is late once may prevent; returns the request and what was not executed yet."""
+    for _ in attempts():
+        q = e.add(doc)
+        while not q.request.is_finished():
+            output, todo = e.schedule()
+            if q.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                return q, output, todo
+            e.update(output, e.execute(output, todo))
+        e.scheduler.reset_prefix_cache()
+    raise AssertionError("no load")
+
+
 def step_until_computing(e: Engine) -> SchedulerOutput:
     """Steps until tokens are computed; returns what the scheduler said in that step."""
     for _ in attempts():

@@ -7,7 +7,7 @@ import time
 import pytest
 from engine import Engine, slot_bytes
 from leaders import LeaderProcess, attached
-from situations import DOC, attempts, document, held, step_until_loading, until, warm
+from situations import DOC, attempts, begin_load, document, held, step_until_loading, until, warm
 from vllm.v1.request import RequestStatus
 
 from kvtier.vllm.leases import Patience
@@ -140,8 +140,7 @@ def test_load_that_waits_for_its_next_window(outside, tmp_path):
     long = document(3, 1000)
     e.cache.flush(0)
     warm(e, long, 2)
-    q = e.add(long)
-    output, todo = step_until_loading(e, q)
+    q, output, todo = begin_load(e, long)
     leader.stop()
     e.update(output, e.execute(output, todo))
     e.run()
@@ -155,12 +154,12 @@ def test_load_that_waits_for_its_next_window(outside, tmp_path):
 def test_aborts(outside, when):
     e, leader = outside()
     warm(e)
-    q = e.add(DOC)
     if when == "waiting":
+        q = e.add(DOC)
         leader.stop()
         e.abort(q)
     else:
-        output, todo = step_until_loading(e, q)
+        q, output, todo = begin_load(e, DOC)
         if when == "planned":
             leader.stop()
             e.abort(q)
@@ -218,8 +217,7 @@ def test_start_while_the_leader_is_stopped(outside, monkeypatch):
 def test_end_while_the_leader_is_stopped(outside):
     e, leader = outside()
     warm(e)
-    q = e.add(DOC)
-    output, todo = step_until_loading(e, q)
+    _, output, todo = begin_load(e, DOC)
     e.execute(output, todo)
     leader.stop()
     e.close()
