@@ -284,16 +284,27 @@ class Core:
         return output.total_num_scheduled_tokens
 
     def work(self, seed: int, once: bool) -> None:
-        """Answers documents at random without end, or every one once."""
+        """Answers documents at random without end, or every one once, with all the
+        patience that a cache may need to be found at work."""
         rng = random.Random(seed)
         self.say(open=True)
         if once:
+            self._wait_for_the_cache()
             every = rng.sample(range(DOCUMENTS), DOCUMENTS)
             for i in range(0, DOCUMENTS, 4):
                 self.ask(every[i : i + 4], rng)
         while not once:
             self.ask(rng.sample(range(DOCUMENTS), rng.randrange(1, 5)), rng)
         self.say(done=True)
+
+    def _wait_for_the_cache(self, limit_s: float = 60.0) -> None:
+        from kvtier.vllm import loading
+
+        loading.LOAD_WAIT_S = limit_s
+        end = time.monotonic() + limit_s
+        while not self._connector._scheduler._attached(time.monotonic()):
+            assert time.monotonic() < end, "no leader has accepted the ranks"
+            time.sleep(0.01)
 
     def close(self) -> None:
         """As vLLM's core does: the ranks end first, then the scheduler."""

@@ -62,6 +62,8 @@ class Nursery:
             "free_floor_gib": 0,
             "close_timeout_s": 10,
         }
+        if once:
+            settings["lookup_wait_s"] = 30
         order = {"settings": settings, "report": str(report), "seed": seed, "once": once}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
