@@ -182,7 +182,8 @@ KVT_API int32_t kvt_blob_close(kvt_blob blob);
 KVT_API int32_t kvt_blob_ready(kvt_blob blob, int64_t timeout_ms, uint8_t fingerprint[32]);
 /* Stores one chunk; bytes is exactly chunk_bytes. parent: key of the chunk
  * before it, NULL for ordinal 0. A chunk that is held already costs nothing and
- * is KVT_OK. KVT_E_DECLINED: not stored. The bytes are copied before return. */
+ * is KVT_OK. KVT_E_DECLINED: not stored. KVT_E_TIMEOUT: it may be stored or not;
+ * it can be put again. The bytes are copied before return. */
 KVT_API int32_t kvt_put(kvt_blob blob, const kvt_key *key, const kvt_key *parent, uint32_t ordinal,
                         const void *payload, size_t bytes, int64_t timeout_ms);
 /* Reads one chunk into buf (exactly chunk_bytes). On any error buf is unchanged
