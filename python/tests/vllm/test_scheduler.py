@@ -90,6 +90,8 @@ def test_leases_of_waiting_requests_are_renewed(make, monkeypatch):
 def test_preempted_request_loads_what_it_lost(make):
     e = make(blocks=66, slots=256)
     one, two = e.add(document(5, 400), 200), e.add(document(6, 400), 200)
+    until(e, lambda: one.request.output_token_ids and two.request.output_token_ids)
+    e.rest()
     e.run()
     assert one.request.num_preemptions + two.request.num_preemptions > 0
     assert e.counts["load_tokens"] > 0
