@@ -99,6 +99,13 @@ func (m *member) ask(req *wire.Request, timeout time.Duration) (*wire.Reply, uin
 	return r, session, err
 }
 
+// takeBack ends an operation whose begin was not answered in time, and of which no rank
+// has heard: granted later, its slots would have no writer and their keys no other store
+// until the deadline.
+func takeBack(l link, op uint64) {
+	l.sure(&wire.Request{Type: wire.Cancel, Op: op, Flags: wire.CancelUnsent})
+}
+
 // askOver returns a reply whose status is OK, or an error.
 func askOver(l link, req *wire.Request, timeout time.Duration, stop <-chan struct{}) (*wire.Reply, error) {
 	g := newGather()

@@ -124,9 +124,7 @@ func (b *Blob) put(key, parent Key, ordinal uint32, payload []byte, end time.Tim
 	run := &wire.Run{Parent: parent, First: ordinal, Keys: []Key{key}}
 	r, err := b.ask(l, &wire.Request{Type: wire.StoreBegin, Op: op, Run: run}, end)
 	if errors.Is(err, ErrTimeout) {
-		// Granted later, the slot would have no writer, and the key no other store until
-		// its deadline.
-		l.sure(&wire.Request{Type: wire.Cancel, Op: op, Flags: wire.CancelUnsent})
+		takeBack(l, op)
 	}
 	if err != nil {
 		return errors.Is(err, ErrBusy), err

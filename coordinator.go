@@ -336,7 +336,7 @@ func (k *Coordinator) StoreBegin(batch []StoreBegin, timeout time.Duration) []St
 		}
 		got, ok := answers[i]
 		if !ok {
-			l.sure(&wire.Request{Type: wire.Cancel, Op: a.Op, Flags: wire.CancelUnsent})
+			takeBack(l, a.Op)
 			a.Err = ErrTimeout
 			continue
 		}
@@ -361,7 +361,7 @@ func (k *Coordinator) LoadBegin(op, lease uint64, parent Key, first uint32, keys
 		Run: &wire.Run{Parent: parent, First: first, Lease: lease, Keys: cutKeys(keys)}}, timeout, k.m.closing)
 	if err != nil {
 		if errors.Is(err, ErrTimeout) {
-			l.sure(&wire.Request{Type: wire.Cancel, Op: op, Flags: wire.CancelUnsent})
+			takeBack(l, op)
 		}
 		return nil, 0, err
 	}
