@@ -141,15 +141,22 @@ class Diagnosis:
             f"{chunk}: lower chunk_tokens",
             "small": f"{of} found a prefix of less than {self._least} tokens besides what vLLM had: "
             "lower min_load_tokens",
-            "gone": f"{of} came back for a prefix that was not held any more; {capacity} tokens fit in DRAM and "
-            f"disk and {self._stored * chunk} were stored: raise dram_gib or disk_gib"
-            if self._ever * chunk > capacity
-            else f"{of} came back for a prefix that was not held, though {capacity} tokens fit in DRAM and disk "
-            f"and only {self._ever * chunk} were stored: they came before it was stored, or it was lost "
-            "(kvtier_evicted_total, kvtier_disk_corrupt_total and kvtier_disk_dropped_total count how)",
+            "gone": self._gone(of, chunk, capacity),
             "failed": f"{n} loads were begun and all of them failed: the failures in vLLM's log line, or the metric "
             "kvtier_load_failures_total, say why",
             "unanswered": f"{of} got no answer from the leader in time: see its log, or raise lookup_wait_s",
             "refuses": f"{of} came back for a prefix but asked not to load it (kv_transfer_params, "
             "prompt_logprobs or skip_reading_prefix_cache)",
         }[largest]
+
+    def _gone(self, of: str, chunk: int, capacity: int) -> str:
+        if self._ever * chunk > capacity:
+            return (
+                f"{of} came back for a prefix that was not held any more; {capacity} tokens fit in DRAM and "
+                f"disk and {self._stored * chunk} were stored: raise dram_gib or disk_gib"
+            )
+        return (
+            f"{of} came back for a prefix that was not held, though {capacity} tokens fit in DRAM and disk "
+            f"and only {self._ever * chunk} were stored: they came before it was stored, or it was lost "
+            "(kvtier_evicted_total, kvtier_disk_corrupt_total and kvtier_disk_dropped_total count how)"
+        )
