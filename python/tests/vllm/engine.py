@@ -386,7 +386,7 @@ class Engine:
         self.rest(end - time.monotonic())
 
     def rest(self, limit_s: float = 60.0) -> None:
-        """Waits until the leader, if it is here, is done with what was stored: the next
+        """Waits until the leader, if it answers, is done with what was stored: the next
         request finds it, and free slots for what is new."""
         end = time.monotonic() + limit_s
         while self._behind():
@@ -394,7 +394,7 @@ class Engine:
             assert time.monotonic() < end, "the leader does not come to rest"
 
     def _behind(self) -> bool:
-        """Whether the leader here still hashes chunks or makes slots."""
+        """Whether the leader still hashes chunks or makes slots."""
         cache = self.worker_half._cache
         leader = cache.stats()["leader"] if cache is not None else None
         for n in (leader or {}).get("namespaces") or ():

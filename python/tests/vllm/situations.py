@@ -81,13 +81,9 @@ def keys_of(e: Engine, doc: list[int]) -> npt.NDArray[np.uint8]:
 
 def step_until_loading(e: Engine, q: Sequence) -> tuple[SchedulerOutput, dict]:
     """Schedules until the load of q is planned; returns what was not executed yet."""
-    for _ in attempts():
-        output, todo = e.schedule()
-        if q.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return output, todo
-        e.update(output, e.execute(output, todo))
-        assert not q.request.is_finished(), "it was computed"
-    raise AssertionError("no load")
+    step = _load_of(e, q)
+    assert step is not None, "it was computed"
+    return step
 
 
 def begin_load(e: Engine, doc: list[int]) -> tuple[Sequence, SchedulerOutput, dict]:
@@ -95,12 +91,21 @@ def begin_load(e: Engine, doc: list[int]) -> tuple[Sequence, SchedulerOutput, di
     is late once may prevent; returns the request and what was not executed yet."""
     for _ in attempts():
         q = e.add(doc)
-        while not q.request.is_finished():
-            output, todo = e.schedule()
-            if q.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                return q, output, todo
-            e.update(output, e.execute(output, todo))
+        if (step := _load_of(e, q)) is not None:
+            return q, *step
         e.scheduler.reset_prefix_cache()
+    raise AssertionError("no load")
+
+
+def _load_of(e: Engine, q: Sequence) -> tuple[SchedulerOutput, dict] | None:
+    """The step that plans the load of q; None when q was computed."""
+    for _ in attempts():
+        output, todo = e.schedule()
+        if q.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return output, todo
+        e.update(output, e.execute(output, todo))
+        if q.request.is_finished():
+            return None
     raise AssertionError("no load")
 
 
